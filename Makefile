@@ -1,0 +1,48 @@
+# Two commands lead through the project: `make demo` and `make test`. All that they need is put
+# into a virtual environment first, with the Python that scripts/find_python.sh finds.
+
+VENV ?= .venv
+PYTHON ?=
+
+python := $(VENV)/bin/python
+installed := $(VENV)/.installed
+csrc := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+venv_fits := $(shell scripts/venv_fits.sh '$(VENV)' '$(PYTHON)' && echo yes)
+
+.DEFAULT_GOAL := help
+.PHONY: demo test test-fast check bench help
+
+demo: $(installed) ## train a CoLA model with BTP and its two baselines on CPU, write a report
+	@$(python) tools/demo.py
+
+test: $(installed) ## all tests that this machine can run
+	@$(python) -m pytest tests
+
+test-fast: $(installed) ## the quick tier: no test marked slow
+	@$(python) -m pytest tests -m "not slow"
+
+check: $(installed) ## format, lint and types
+	@$(python) -m ruff format --check --quiet .
+	@$(python) -m ruff check --quiet .
+	@$(python) -m mypy
+	@$(if $(csrc),$(VENV)/bin/clang-format --dry-run --Werror $(csrc))
+
+bench: $(installed) ## the benchmarks that a CPU can run
+	@$(python) benchmarks/iteration.py
+
+help: ## this list
+	@echo "usage: make TARGET [PYTHON=/path/to/python] [VENV=folder]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# An environment that does not run, is too old or not of the PYTHON asked for is made anew.
+ifneq ($(venv_fits),yes)
+.PHONY: $(installed)
+endif
+$(installed): pyproject.toml setup.py
+ifneq ($(venv_fits),yes)
+	@base=$$(scripts/find_python.sh '$(PYTHON)') && echo "Making $(VENV) with $$base" && \
+		"$$base" -m venv --clear '$(VENV)'
+endif
+	@echo "Installing into $(VENV) (a first time fetches some 3 GB, most of it torch for CUDA)"
+	@$(python) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
