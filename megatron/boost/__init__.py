@@ -1,0 +1,1 @@
+"""BOOST: low-rank models with bottleneck-aware tensor parallelism in Megatron's training loop."""
