@@ -1,0 +1,155 @@
+"""What happens between the q, k, v up-projections and o's down-projection: RoPE and attention on
+this rank's heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from boost_layers import ops
+from boost_layers.parameters import ProjectionShape
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from boost_layers.config import LowRankConfig
+    from boost_layers.projection import Projections
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return ops.rotate_half(t, cos, sin, interleaved=interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return (
+            ops.rotate_half_backward(dt, cos, sin, interleaved=ctx.interleaved),
+            None,
+            None,
+            None,
+        )
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Causal softmax(Q·Kᵀ·scale)·V by PyTorch's `scaled_dot_product_attention`, with the interface
+    of Megatron's `DotProductAttention`. The number of heads is the tensors'."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise ValueError(
+                "SdpaCoreAttention computes causal self-attention only, not "
+                f"{attn_mask_type} {attention_type}-attention"
+            )
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """q `[s, b, h, e]`, k and v `[s, b, kv, e]` → `[s, b, h·e]`. The mask is always the causal
+        one; other masks are refused before the model is built."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class SelfAttention(MegatronModule):
+    """The weights of q, k, v and o, and what is computed between them."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        low_rank: LowRankConfig,
+        projections: Projections,
+        core_attention: ModuleSpec | type,
+        layer_number: int,
+        prefix: str,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config=config)
+        hidden, head = config.hidden_size, config.kv_channels
+        q_width = config.num_attention_heads * head
+        kv_width = config.num_query_groups * head
+        for name, size_in, size_out in (
+            ("q_proj", hidden, q_width),
+            ("k_proj", hidden, kv_width),
+            ("v_proj", hidden, kv_width),
+            ("o_proj", q_width, hidden),
+        ):
+            rank = low_rank.rank_of(name, hidden)
+            shape = ProjectionShape(
+                f"{prefix}.{name}", size_in, size_out, rank, closes_residual=name == "o_proj"
+            )
+            setattr(self, name, projections.weights(shape))
+        self.core_attention = build_module(
+            core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            pg_collection=pg_collection,
+        )
+        self.recompute_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+    ) -> Tensor:
+        """This rank's heads: q `[s, b, h·e]`, k and v `[s, b, kv·e]` → `[s, b, h·e]`. No
+        collective."""
+        head = self.config.kv_channels
+        q, k, v = (t.unflatten(-1, (-1, head)) for t in (q, k, v))
+        if rotary_pos_emb is not None:
+            scale = _yarn_get_concentration_factor_from_config(self.config)
+            cos = (torch.cos(rotary_pos_emb) * scale).to(q.dtype)
+            sin = (torch.sin(rotary_pos_emb) * scale).to(q.dtype)
+            q, k = (_Rotary.apply(t, cos, sin, self.config.rotary_interleaved) for t in (q, k))
+        if self.recompute_core and self.training:
+            return tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
+        return self._attend(q, k, v, attention_mask)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.core_attention(q, k, v, attention_mask, attn_mask_type=AttnMaskType.causal)

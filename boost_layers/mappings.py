@@ -1,0 +1,89 @@
+"""The residual stream's changes of layout at the borders of the stack of layers.
+
+`[s/T, b, d]` is sharded along the sequence (Megatron's sequence parallelism), `[s, b, d/T]` along
+hidden (between BTP layers). Both hold the same number of elements on a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost_layers import communication
+
+
+def _sequence_to_hidden(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
+    tp_size = group.size()
+    s_local, b, d = x.shape
+    by_rank = x.view(s_local, b, tp_size, d // tp_size).permute(2, 0, 1, 3)
+    received = communication.all_to_all(by_rank, group, phase)
+    return received.reshape(tp_size * s_local, b, d // tp_size)
+
+
+def _hidden_to_sequence(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
+    tp_size = group.size()
+    s, b, d_local = x.shape
+    received = communication.all_to_all(x.view(tp_size, s // tp_size, b, d_local), group, phase)
+    return received.permute(1, 2, 0, 3).reshape(s // tp_size, b, tp_size * d_local)
+
+
+class _SequenceToHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sequence_to_hidden(x.contiguous(), group, communication.current_phase())
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _hidden_to_sequence(dx.contiguous(), ctx.group, "backward"), None
+
+
+class _HiddenToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _hidden_to_sequence(x.contiguous(), group, communication.current_phase())
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _sequence_to_hidden(dx.contiguous(), ctx.group, "backward"), None
+
+
+def sequence_to_hidden(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[s/T, b, d]` → `[s, b, d/T]`: one all-to-all of the tensor forward, one backward."""
+    return x if group.size() == 1 else _SequenceToHidden.apply(x, group)
+
+
+def hidden_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[s, b, d/T]` → `[s/T, b, d]`: one all-to-all of the tensor forward, one backward."""
+    return x if group.size() == 1 else _HiddenToSequence.apply(x, group)
+
+
+class _GatherLastDim(torch.autograd.Function):
+    """`[…, k/T]` → `[…, k]` with a gradient that is partial on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_last_dim(x, group, communication.current_phase())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        tp_size = ctx.group.size()
+        by_rank = dy.view(*dy.shape[:-1], tp_size, -1).movedim(-2, 0)
+        return communication.reduce_scatter(by_rank, ctx.group, "backward"), None
+
+
+def gather_last_dim(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
+    """`[…, k/T]` of every rank → `[…, k]`, without autograd: one all-gather."""
+    gathered = communication.all_gather(x, group, phase)
+    return gathered.movedim(0, -2).reshape(*x.shape[:-1], -1)
+
+
+def gather_partial_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[…, k/T]` → `[…, k]`: one all-gather of `x` forward, one reduce-scatter of the gradient
+    backward, whose consumers hold partial gradients."""
+    return x if group.size() == 1 else _GatherLastDim.apply(x, group)

@@ -1,0 +1,61 @@
+"""What happens between the gate and up projections and down's down-projection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from boost_layers import ops
+from boost_layers.parameters import ProjectionShape
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from boost_layers.config import LowRankConfig
+    from boost_layers.projection import Projections
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return ops.gated_product(gate, up, kind)
+
+    @staticmethod
+    def backward(ctx: Any, dm: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        return *ops.gated_product_backward(dm, gate, up, ctx.kind), None
+
+
+class GatedMLP(MegatronModule):
+    """The weights of gate, up and down, and the product of gate and up."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        low_rank: LowRankConfig,
+        projections: Projections,
+        prefix: str,
+    ):
+        super().__init__(config=config)
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        for name, size_in, size_out in (
+            ("gate_proj", hidden, ffn),
+            ("up_proj", hidden, ffn),
+            ("down_proj", ffn, hidden),
+        ):
+            rank = low_rank.rank_of(name, hidden)
+            shape = ProjectionShape(
+                f"{prefix}.{name}", size_in, size_out, rank, closes_residual=name == "down_proj"
+            )
+            setattr(self, name, projections.weights(shape))
+        self.kind = low_rank.mlp_kind
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SiLU(gate)∘up or gate∘up: `[s, b, f/T]` each → `[s, b, f/T]` (whole f under vanilla). No
+        collective; only gate and up are kept."""
+        return _GatedProduct.apply(gate, up, self.kind)

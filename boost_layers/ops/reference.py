@@ -1,0 +1,195 @@
+"""Every op in plain PyTorch: what a fast implementation is compared with, and the fallback.
+
+Shapes: n tokens, k local width, w width of the (grouped) latent, r rank, T tensor-parallel size, d
+the whole hidden size. Statistics are kept in fp32 whatever the input (fp64 for fp64 input).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """S = Σ x² per token: `[n, k]` → `[n, 1]` in fp32 (fp64 for fp64), also for bf16 input, whose
+    own squares would be off by 0.8 %."""
+    dtype = _statistics_dtype(x.dtype)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
+
+
+def statistics_columns(dtype: torch.dtype, tp_size: int) -> int:
+    """Columns that the statistics take in an all-reduce message of `dtype`: one in fp32 and fp64,
+    where a sum may be rounded like any other; three for each rank in bf16 (see
+    `write_statistics`)."""
+    return 3 * tp_size if dtype == torch.bfloat16 else 1
+
+
+def write_statistics(s: Tensor, block: Tensor, tp_rank: int) -> None:
+    """Write this rank's S `[n, 1]` into the statistics block `[n, columns]` of a message.
+
+    A bf16 all-reduce would round S at every hop. Each rank therefore owns a slot of three columns
+    and writes S = hi + mid + lo, each the bf16 rounding of what is left; the other slots are zero.
+    Sums with zero are exact, so after the all-reduce every rank holds every S bit for bit. S = Inf,
+    or a finite S above 3.396e38 whose `hi` rounds to Inf, decodes as NaN.
+
+    Must not be compiled: a compiler that keeps the intermediate in fp32 makes mid and lo wrong.
+    """
+    if block.dtype != torch.bfloat16:
+        block.copy_(s)
+        return
+    block.zero_()
+    left = s
+    for column in range(3 * tp_rank, 3 * tp_rank + 3):
+        part = left.to(torch.bfloat16)
+        block[:, column : column + 1] = part
+        left = left - part.float()
+
+
+def read_statistics(block: Tensor) -> Tensor:
+    """The whole S `[n, 1]` from the reduced statistics block `[n, columns]`: the slots are put
+    together exactly and added up in fp32, in the same order on every rank."""
+    if block.dtype != torch.bfloat16:
+        return block
+    hi, mid, lo = block.float().unflatten(1, (-1, 3)).unbind(dim=-1)
+    return ((hi + mid) + lo).sum(dim=-1, keepdim=True)
+
+
+def normalise_latent(h: Tensor, s: Tensor, hidden_size: int, eps: float) -> tuple[Tensor, Tensor]:
+    """u = H/ρ in place and ρ = sqrt(S/d + ε): `[n, w]`, `[n, 1]` → u `[n, w]`, ρ `[n, 1]`.
+
+    The division is done in fp32 and rounded once; ρ stays in fp32.
+    """
+    rho = torch.sqrt(s / hidden_size + eps)
+    if h.dtype == rho.dtype:
+        return h.div_(rho), rho
+    return h.copy_(h / rho), rho
+
+
+def normalise_latent_backward(
+    du: Tensor, u: Tensor, rho: Tensor, hidden_size: int
+) -> tuple[Tensor, Tensor]:
+    """dH = du/ρ `[n, w]` and this group's share of c = −(du·u)/(ρ²·d) `[n, 1]`, the coefficient of
+    x in dx. The dot product is in fp32; over several groups the c add up."""
+    wide = rho.dtype
+    c = (du.to(wide) * u.to(wide)).sum(dim=-1, keepdim=True)
+    return (du / rho).to(du.dtype), c.div_(rho.square().mul_(-hidden_size))
+
+
+def fold_gamma(gamma: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
+    """γ∘A of grouped down-projections: γ `[k]`, A_i `[r_i, k]` → `[Σ r_i, k]`."""
+    if gamma is None:
+        return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    folded = weights[0].new_empty(sum(a.shape[0] for a in weights), weights[0].shape[1])
+    row = 0
+    for a in weights:
+        torch.mul(a, gamma, out=folded[row : row + a.shape[0]])
+        row += a.shape[0]
+    return folded
+
+
+def apply_activation(u: Tensor, activation: str) -> Tensor:
+    """z = φ(u) for φ "silu", "gelu" (exact) or "identity"; any shape."""
+    if activation == "silu":
+        return F.silu(u)
+    if activation == "gelu":
+        return F.gelu(u)
+    return u
+
+
+def apply_activation_backward(dz: Tensor, u: Tensor, activation: str) -> Tensor:
+    """du = dz∘φ′(u); any shape."""
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dz, u)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(dz, u)
+    return dz
+
+
+def project_up(z: Tensor, weights: Sequence[Tensor], *, batched: bool) -> tuple[Tensor, ...]:
+    """y_i = z_i·B_iᵀ for the groups z_i side by side in z: `[n, Σ r_i]`, B_i `[o_i, r_i]` →
+    `[n, o_i]` each. Weights of one shape are one batched GEMM when `batched` says so."""
+    n = z.shape[0]
+    shape = weights[0].shape
+    if batched and len(weights) > 1 and all(b.shape == shape for b in weights):
+        grouped_z = z.view(n, len(weights), shape[1]).transpose(0, 1)
+        return torch.bmm(grouped_z, torch.stack(list(weights)).transpose(1, 2)).unbind(0)
+    parts = z.split([b.shape[1] for b in weights], dim=1)
+    return tuple(torch.mm(part, b.t()) for part, b in zip(parts, weights, strict=True))
+
+
+def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """m = SiLU(gate)∘up ("swiglu") or gate∘up ("product"); any shape."""
+    return F.silu(gate).mul_(up) if kind == "swiglu" else gate * up
+
+
+def gated_product_backward(
+    dm: Tensor, gate: Tensor, up: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from that of m; SiLU(gate) is recomputed."""
+    if kind == "product":
+        return dm * up, dm * gate
+    return torch.ops.aten.silu_backward(dm * up, gate), F.silu(gate).mul_(dm)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """γ∘x/ρ and ρ = sqrt(mean(x²) + ε) over the last, whole dimension: `[n, d]`, `[d]` →
+    `[n, d]`, `[n, 1]`; the arithmetic is in fp32."""
+    rho = torch.sqrt(sum_of_squares(x).div_(x.shape[-1]).add_(eps))
+    return (x / rho).mul_(gamma).to(x.dtype), rho
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """dx `[n, d]` and dγ `[d]` of `rms_norm` from dy `[n, d]`."""
+    normed = x / rho
+    dgamma = (dy * normed).sum(dim=0)
+    dnormed = dy.to(rho.dtype) * gamma
+    mean = (dnormed * normed).mean(dim=-1, keepdim=True)
+    dx = (dnormed - normed.mul_(mean)).div_(rho)
+    return dx.to(x.dtype), dgamma.to(gamma.dtype)
+
+
+def rotate_half(t: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotary embedding: t `[s, b, h, e]`, cos and sin `[s, 1, 1, p]` with p ≤ e; what lies beyond p
+    passes through. Pairs are (i, i + p/2), or (2i, 2i + 1) if interleaved. The result is laid out
+    `[b, h, s, e]` in memory, as attention reads it, and returned as `[s, b, h, e]`."""
+    s, b, h, e = t.shape
+    rotated = t.new_empty(b, h, s, e).permute(2, 0, 1, 3)
+    width = cos.shape[-1]
+    first, second = _pairs(width, interleaved)
+    x1, x2 = t[..., first], t[..., second]
+    torch.mul(x1, cos[..., first], out=rotated[..., first]).addcmul_(x2, sin[..., first], value=-1)
+    torch.mul(x2, cos[..., second], out=rotated[..., second]).addcmul_(x1, sin[..., second])
+    if width < e:
+        rotated[..., width:] = t[..., width:]
+    return rotated
+
+
+def rotate_half_backward(dt: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The gradient of `rotate_half`'s input, `[s, b, h, e]` contiguous."""
+    width = cos.shape[-1]
+    first, second = _pairs(width, interleaved)
+    g1, g2 = dt[..., first], dt[..., second]
+    grad = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
+    torch.mul(g1, cos[..., first], out=grad[..., first]).addcmul_(g2, sin[..., second])
+    torch.mul(g2, cos[..., second], out=grad[..., second]).addcmul_(g1, sin[..., first], value=-1)
+    if width < dt.shape[-1]:
+        grad[..., width:] = dt[..., width:]
+    return grad
+
+
+def _pairs(width: int, interleaved: bool) -> tuple[slice, slice]:
+    """Where the two members of each rotated pair stand in the last dimension."""
+    if interleaved:
+        return slice(0, width, 2), slice(1, width, 2)
+    return slice(0, width // 2), slice(width // 2, width)

@@ -1,0 +1,200 @@
+"""Vanilla tensor parallelism of low-rank pairs, the baseline: the boundary lies inside each pair.
+
+The residual stream is whole, `[s, b, d]`. A is column-parallel over the rank, B row-parallel, so
+each pair ends in an all-reduce of its full-width output. Attention runs on each rank's own heads
+(sliced), or on all heads everywhere (replicated, the paper's form).
+
+Legend: n = s·b tokens, k input width, o output width, r rank, T the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from boost_layers import communication, ops
+from boost_layers.initialization import shard_of
+from boost_layers.mappings import gather_partial_gradient
+from boost_layers.norm import NormWeight, residual_rms_norm
+from boost_layers.parameters import Factors, ProjectionShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from boost_layers.config import LowRankConfig
+
+
+class _ColumnDown(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, reduce_gradient: bool, group: dist.ProcessGroup, *weights: Tensor
+    ) -> Tensor:
+        folded = ops.fold_gamma(None, weights)
+        ctx.reduce_gradient, ctx.group = reduce_gradient, group
+        ctx.save_for_backward(x, *weights)
+        return torch.mm(x.view(-1, x.shape[-1]), folded.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        du = du.reshape(-1, du.shape[-1])
+        dx = torch.mm(du, ops.fold_gamma(None, weights))
+        pending = None
+        if ctx.reduce_gradient:
+            pending = communication.start_all_reduce(dx, ctx.group, "backward")
+        dweight = torch.mm(du.t(), x.view(-1, x.shape[-1]))
+        if pending is not None:
+            pending.wait()
+        return dx.view(x.shape), None, None, *dweight.split([a.shape[0] for a in weights])
+
+
+def column_down(
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, *, reduce_gradient: bool
+) -> Tensor:
+    """Grouped column-parallel down-projections: x `[s, b, k]`, A_i `[r_i/T, k]` of the global
+    `[r_i, k]` → this rank's latents side by side, `[s, b, Σ r_i/T]`.
+
+    Forward: no collective. Input gradient dx = du·A is partial: one all-reduce of `[n, k]` behind
+    the weight gradient dA = duᵀ·x if `reduce_gradient`, else x's producer reduces it.
+    """
+    return _ColumnDown.apply(x, reduce_gradient, group, *weights)
+
+
+class _RowUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        residual: Tensor | None,
+        activation: str,
+        sliced: bool,
+        group: dist.ProcessGroup,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        z = ops.apply_activation(u.view(-1, u.shape[-1]), activation)
+        ctx.activation, ctx.sliced, ctx.group = activation, sliced, group
+        ctx.has_residual = residual is not None
+        ctx.save_for_backward(u, *weights)
+        outputs = []
+        for part, b in zip(z.split([b.shape[1] for b in weights], dim=1), weights, strict=True):
+            y = torch.mm(part, b.t())
+            communication.all_reduce(y, group, communication.current_phase())
+            y = y.view(*u.shape[:-1], -1)
+            if sliced and group.size() > 1:
+                y = shard_of(y, -1, group.rank(), group.size()).contiguous()
+            outputs.append(y)
+        if residual is not None:
+            outputs[0].add_(residual)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        u, *weights = ctx.saved_tensors
+        tokens = u.view(-1, u.shape[-1])
+        grads = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        if ctx.sliced and ctx.group.size() > 1:
+            grads = _gather_heads(grads, ctx.group)
+        widths = [b.shape[1] for b in weights]
+        dz = torch.empty_like(tokens)
+        for part, dy, b in zip(dz.split(widths, dim=1), grads, weights, strict=True):
+            torch.mm(dy, b, out=part)
+        z = ops.apply_activation(tokens, ctx.activation)
+        dweights = [
+            torch.mm(dy.t(), part) for part, dy in zip(z.split(widths, dim=1), grads, strict=True)
+        ]
+        du = ops.apply_activation_backward(dz, tokens, ctx.activation)
+        return du.view(u.shape), dys[0] if ctx.has_residual else None, None, None, None, *dweights
+
+
+def _gather_heads(grads: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """The whole `[n, o_i]` gradients from each rank's heads `[n, o_i/T]`: one all-gather."""
+    widths = [dy.shape[1] for dy in grads]
+    gathered = communication.all_gather(torch.cat(list(grads), dim=1), group, "backward")
+    return [
+        part.movedim(0, 1).reshape(part.shape[1], -1) for part in gathered.split(widths, dim=-1)
+    ]
+
+
+def row_up(
+    u: Tensor,
+    weights: Sequence[Tensor],
+    activation: str,
+    group: dist.ProcessGroup,
+    *,
+    sliced: bool = False,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Row-parallel up-projections: y_i = Σ_ranks φ(u_i)·B_iᵀ (+ residual).
+
+    u `[s, b, Σ r_i/T]`, B_i `[o_i, r_i/T]` of the global `[o_i, r_i]` → y_i `[s, b, o_i]` whole, or
+    this rank's heads `[s, b, o_i/T]` if `sliced`.
+
+    Forward: one all-reduce of `[n, o_i]` per projection. Backward: du_i = (dy_i·B_i)∘φ′(u_i) and
+    dB_i = dy_iᵀ·φ(u_i) are local; if `sliced`, one all-gather of all dy_i `[n, o_i/T]` first.
+    """
+    return _RowUp.apply(u, residual, activation, sliced, group, *weights)
+
+
+class VanillaProjections(nn.Module):
+    """How a layer's projections are laid out and computed under vanilla TP; no parameters."""
+
+    hidden_sharded = False
+
+    def __init__(
+        self, config: TransformerConfig, low_rank: LowRankConfig, tp_group: dist.ProcessGroup
+    ):
+        super().__init__()
+        self.config = config
+        self.low_rank = low_rank
+        self.tp_group = tp_group
+        self.attention_sharded = low_rank.vanilla_attention == "sliced"
+
+    def weights(self, shape: ProjectionShape) -> Factors:
+        """A and B both sharded along the rank."""
+        seed = self.low_rank.seed
+        return Factors(self.config, shape, self.tp_group, seed, a_axis=0, b_axis=1)
+
+    def norm(self) -> NormWeight:
+        """γ `[d]`, replicated with equal and complete gradients."""
+        return NormWeight(self.config, self.config.hidden_size, self.tp_group, sharded=False)
+
+    def enter(self, x: Tensor, *, first: bool) -> Tensor:
+        """`[s, b, d]`, as it comes."""
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """`[s, b, d]`, as it is."""
+        return x
+
+    def project_in(
+        self, x: Tensor, norm: NormWeight, projections: Sequence[Factors]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Norm and the projections that read the residual stream: x `[s, b, d]` → x and q, k, v
+        (of this rank's heads if attention is sliced) or gate and up `[s, b, f]`. One all-reduce of
+        each output forward; backward one of `[n, d]` (one per projection without grouping)."""
+        x, normed = residual_rms_norm(x, norm(), self.config.layernorm_epsilon)
+        sliced = self.attention_sharded and len(projections) == 3
+        runs = [projections] if self.low_rank.grouping else [[p] for p in projections]
+        outputs: list[Tensor] = []
+        for run in runs:
+            a_weights, b_weights = zip(*(projection() for projection in run), strict=True)
+            u = column_down(normed, a_weights, self.tp_group, reduce_gradient=True)
+            outputs += row_up(u, b_weights, self.low_rank.activation, self.tp_group, sliced=sliced)
+        return x, tuple(outputs)
+
+    def project_out(self, y: Tensor, projection: Factors, residual: Tensor) -> Tensor:
+        """The projection that closes a residual: y `[s, b, k]` (or this rank's heads
+        `[s, b, k/T]`, gathered first) → `[s, b, d]`. One all-reduce of `[n, d]` forward; backward
+        one of `[n, k]`, or a reduce-scatter of it for gathered heads."""
+        a, b = projection()
+        gathered = y.shape[-1] != a.shape[1]
+        if gathered:
+            y = gather_partial_gradient(y, self.tp_group)
+        u = column_down(y, [a], self.tp_group, reduce_gradient=not gathered)
+        (x,) = row_up(u, [b], self.low_rank.activation, self.tp_group, residual=residual)
+        return x

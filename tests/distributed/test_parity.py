@@ -1,0 +1,221 @@
+"""One model, same weights: every strategy at every TP size against a plain single-process model.
+
+The reference is `tests/support/plain_llama.py`, written from the definition of the architecture.
+Weights have fan-in initialisation: at std 0.02 a wrong block would hardly change the loss.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from boost_layers.config import LowRankConfig
+from tests.support.distributed import run_ranks
+from tests.support.parallel_gpt import Case, loss_and_gradients, tensor_parallel_state
+from tests.support.plain_llama import PlainConfig, PlainLlama, random_canonical
+
+PLAIN = PlainConfig(
+    vocab_size=52,
+    hidden=32,
+    ffn=48,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    layers=2,
+    arch="cola",
+    rank=12,
+    mlp_rank=16,
+    mlp="product",
+)
+BTP = LowRankConfig(arch="cola", attn_rank=12, mlp_rank=16)
+VANILLA = replace(BTP, tp="vanilla")
+REPLICATED = replace(VANILLA, vanilla_attention="replicated")
+DENSE = LowRankConfig(arch="dense")
+DENSE_PLAIN = replace(PLAIN, arch="dense", mlp="swiglu")
+# Heads of another size than hidden/heads, and several query heads to a KV head.
+GQA = {"heads": 8, "kv_heads": 4, "head_dim": 6}
+MQA = {"kv_heads": 1}
+ONE_HEAD = {"heads": 1, "kv_heads": 1, "head_dim": 32}
+
+CASES = {
+    "btp": Case(plain=PLAIN, low_rank=BTP),
+    "btp-ungrouped": Case(plain=PLAIN, low_rank=replace(BTP, grouping=False)),
+    "btp-sync": Case(plain=PLAIN, low_rank=replace(BTP, norm="sync")),
+    "btp-sync-ungrouped": Case(plain=PLAIN, low_rank=replace(BTP, norm="sync", grouping=False)),
+    "btp-swiglu-gelu": Case(
+        plain=replace(PLAIN, act="gelu", mlp="swiglu"),
+        low_rank=replace(BTP, act="gelu", mlp="swiglu"),
+    ),
+    "btp-identity": Case(
+        plain=replace(PLAIN, act="identity"), low_rank=replace(BTP, act="identity")
+    ),
+    "btp-gqa": Case(plain=replace(PLAIN, **GQA), low_rank=BTP),
+    "btp-tied": Case(plain=replace(PLAIN, tied=True), low_rank=BTP),
+    "btp-padded": Case(plain=PLAIN, low_rank=BTP, padded_vocab=64),
+    "btp-odd-rank": Case(
+        plain=replace(PLAIN, rank=7, mlp_rank=13),
+        low_rank=replace(BTP, attn_rank=7, mlp_rank=13),
+    ),
+    "vanilla": Case(plain=PLAIN, low_rank=VANILLA),
+    "vanilla-padded": Case(plain=PLAIN, low_rank=VANILLA, padded_vocab=64),
+    "vanilla-ungrouped": Case(plain=PLAIN, low_rank=replace(VANILLA, grouping=False)),
+    "vanilla-swiglu-gelu": Case(
+        plain=replace(PLAIN, act="gelu", mlp="swiglu"),
+        low_rank=replace(VANILLA, act="gelu", mlp="swiglu"),
+    ),
+    "vanilla-replicated": Case(plain=PLAIN, low_rank=REPLICATED),
+    "vanilla-gqa": Case(plain=replace(PLAIN, **GQA), low_rank=VANILLA),
+    "vanilla-replicated-gqa": Case(plain=replace(PLAIN, **GQA), low_rank=REPLICATED),
+    "dense": Case(plain=DENSE_PLAIN, low_rank=DENSE),
+    "dense-sequence-parallel": Case(plain=DENSE_PLAIN, low_rank=DENSE, sequence_parallel=True),
+    "dense-gqa": Case(plain=replace(DENSE_PLAIN, **GQA), low_rank=DENSE),
+}
+# Head counts that no more than one rank can share.
+SINGLE_RANK_CASES = {
+    "btp-mqa": Case(plain=replace(PLAIN, **MQA), low_rank=BTP),
+    "btp-one-head": Case(plain=replace(PLAIN, **ONE_HEAD), low_rank=BTP),
+    "vanilla-mqa": Case(plain=replace(PLAIN, **MQA), low_rank=VANILLA),
+    "vanilla-one-head": Case(plain=replace(PLAIN, **ONE_HEAD), low_rank=VANILLA),
+    "dense-mqa": Case(plain=replace(DENSE_PLAIN, **MQA), low_rank=DENSE),
+    "dense-one-head": Case(plain=replace(DENSE_PLAIN, **ONE_HEAD), low_rank=DENSE),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The plain model's inputs and results, in fp64 or as said."""
+
+    tensors: Mapping[str, Tensor]
+    tokens: Tensor
+    labels: Tensor
+    loss: Tensor
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@cache
+def batch(
+    vocab_size: int, seq_length: int = 16, samples: int = 3, seed: int = 5
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (samples, seq_length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def reference(
+    plain: PlainConfig,
+    weights: torch.dtype = torch.float64,
+    arithmetic: torch.dtype = torch.float64,
+) -> Reference:
+    """The plain model with weights rounded to one dtype, computed in another."""
+    tensors = random_canonical(plain, seed=1, dtype=weights)
+    tokens, labels = batch(plain.vocab_size)
+    model = PlainLlama(plain, arithmetic).load_canonical(tensors)
+    logits, loss = model(tokens, labels)
+    assert loss is not None
+    loss.mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Reference(tensors, tokens, labels, loss.detach(), logits.detach(), gradients)
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact.double()).norm() / exact.double().norm())
+
+
+def errors(result: Mapping[str, Any] | Reference, exact: Reference) -> dict[str, float]:
+    """The relative error of the loss, the logits and each gradient."""
+    got = result.__dict__ if isinstance(result, Reference) else result
+    assert got["gradients"].keys() == exact.gradients.keys()
+    found = {
+        name: relative_error(gradient, exact.gradients[name])
+        for name, gradient in got["gradients"].items()
+    }
+    found["loss"] = relative_error(got["loss"], exact.loss)
+    found["logits"] = relative_error(got["logits"], exact.logits)
+    return found
+
+
+def compare(cases: Mapping[str, tuple[Case, Reference]]) -> dict[str, dict[str, float]]:
+    """On a rank: the errors of every case; all have the same TP size."""
+    tp = next(iter(cases.values()))[0].tp
+    with tensor_parallel_state(tp):
+        return {
+            name: errors(loss_and_gradients(case, exact.tensors, exact.tokens, exact.labels), exact)
+            for name, (case, exact) in cases.items()
+        }
+
+
+def beyond(found: Mapping[str, Mapping[str, float]], tolerance: float) -> dict[str, Any]:
+    """What is in error by more than the tolerance, or not a number."""
+    wrong = {
+        case: {what: error for what, error in of_case.items() if not error <= tolerance}
+        for case, of_case in found.items()
+    }
+    return {case: whats for case, whats in wrong.items() if whats}
+
+
+def possible(cases: Mapping[str, Case], tp: int) -> dict[str, Case]:
+    """Those of the cases that exist at this TP size: sequence parallelism needs two ranks."""
+    return {name: case for name, case in cases.items() if tp > 1 or not case.sequence_parallel}
+
+
+def check(cases: Mapping[str, Case], tp: int, tolerance: float) -> None:
+    references: dict[tuple[PlainConfig, torch.dtype], Reference] = {}
+    given = {}
+    for name, case in cases.items():
+        key = case.plain, case.dtype
+        if key not in references:
+            references[key] = reference(case.plain, weights=case.dtype)
+        given[name] = replace(case, tp=tp), references[key]
+    for found in run_ranks(compare, tp, given):
+        assert found.keys() == cases.keys()
+        assert beyond(found, tolerance) == {}
+
+
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_strategy_agrees_with_the_plain_model_in_fp64(tp: int) -> None:
+    cases = {**CASES, **SINGLE_RANK_CASES} if tp == 1 else CASES
+    check(possible(cases, tp), tp, 1e-12)
+
+
+def test_the_three_strategies_agree_with_the_plain_model_on_four_ranks() -> None:
+    names = ("btp", "vanilla", "dense-sequence-parallel")
+    check({name: CASES[name] for name in names}, 4, 1e-12)
+
+
+QUICK_FP32 = ("btp", "btp-sync", "vanilla", "dense")
+
+
+@pytest.mark.parametrize("tp", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (1, 4))])
+def test_agrees_with_the_plain_model_in_fp32(tp: int) -> None:
+    names = QUICK_FP32 if tp == 2 else tuple(CASES)
+    cases = {name: replace(CASES[name], dtype=torch.float32) for name in names}
+    check(possible(cases, tp), tp, 1e-5)
+
+
+@pytest.mark.parametrize("tp", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (1, 4))])
+def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
+    """Errors are against fp64 arithmetic with the same weights, and their measure is the error of a
+    plain model whose every operation is in bf16: no quantity may be far worse (all-reduces round
+    at every hop), and on the whole they must be alike."""
+    names = ["btp", "btp-sync", "btp-ungrouped", "vanilla", "dense"]
+    names += ["dense-sequence-parallel"] if tp > 1 else []
+    given, plainly = {}, {}
+    for name in names:
+        case = replace(CASES[name], tp=tp, dtype=torch.bfloat16)
+        exact = reference(case.plain, weights=torch.bfloat16)
+        given[name] = case, exact
+        in_bf16 = reference(case.plain, weights=torch.bfloat16, arithmetic=torch.bfloat16)
+        plainly[name] = errors(in_bf16, exact)
+    for found in run_ranks(compare, tp, given):
+        for name, of_case in found.items():
+            ratios = {what: error / plainly[name][what] for what, error in of_case.items()}
+            assert {what: ratio for what, ratio in ratios.items() if not ratio <= 2.5} == {}
+            assert statistics.geometric_mean(ratios.values()) <= 1.3

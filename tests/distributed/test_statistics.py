@@ -1,0 +1,55 @@
+"""The online norm's statistics through a real all-reduce in bf16."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from boost_layers import ops
+from boost_layers.projection import btp
+from tests.support.distributed import run_ranks
+
+HIDDEN = 4096
+
+
+def whole_statistics(tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `norm_down` reads as S on this rank, every rank's own S in rank order, and ρ."""
+    group = distributed.group.WORLD
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    # Tokens of very different size, so that a rounded or a lost share shows.
+    scale = torch.logspace(-6, 6, tokens).view(tokens, 1, 1) * 3.0**rank
+    x = (torch.randn(tokens, 1, HIDDEN // size, generator=generator) * scale).bfloat16()
+    a = torch.randn(width, HIDDEN // size, generator=generator).bfloat16()
+    gamma = torch.ones(HIDDEN // size).bfloat16()
+    seen = []
+
+    def spy(h: Tensor, s: Tensor, *rest: float) -> tuple[Tensor, Tensor]:
+        result = ops.reference.normalise_latent(h, s, *rest)
+        seen.append((s.clone(), result[1]))
+        return result
+
+    with mock.patch.object(ops, "normalise_latent", spy):
+        btp.norm_down(x, gamma, [a], [1], HIDDEN, 1e-6, group)
+    ((s, rho),) = seen
+    own = ops.sum_of_squares(x.view(tokens, -1))
+    parts = [torch.empty_like(own) for _ in range(size)]
+    distributed.all_gather(parts, own)
+    return s, torch.stack(parts), rho
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+# 5 tokens by 3 columns: neither block is a multiple of anything; 300 by 40: several ring segments.
+def test_every_rank_reads_the_sum_of_all_s_bit_for_bit(world_size: int) -> None:
+    for tokens, width in ((5, 3), (300, 40)):
+        results = run_ranks(whole_statistics, world_size, tokens, width)
+        for s, parts, rho in results:
+            assert s.dtype == torch.float32
+            assert parts.min() > 0
+            assert torch.equal(s, parts.sum(dim=0))
+            assert torch.equal(rho, (s / HIDDEN + 1e-6).sqrt())
+        # A sum of bf16 shares would be another number.
+        assert not torch.equal(results[0][0], results[0][1].bfloat16().sum(dim=0).float())
