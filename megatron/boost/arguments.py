@@ -1,0 +1,269 @@
+"""BOOST's flags beside Megatron's, and what is checked across them before any process group.
+
+`prepare` turns the user's command line into the one Megatron parses: defaults that a low-rank model
+needs are added to it, each said in one line; `parse` parses and validates it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+from boost_layers.config import LowRankConfig
+from boost_layers.validation import ModelSizes, nearest_multiple, validate_sizes
+from megatron.boost.flags import add_flags, config_from, refuse_in_one_line
+
+
+def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
+    return field(default=default, metadata={"flag": name, **argparse_keywords})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How a run is started and what it reports; nothing that changes the model."""
+
+    device: Literal["auto", "cuda", "cpu"] = _flag("--device", "auto")
+    """Where the run takes place; cpu: gloo, Megatron's local implementation, no fused CUDA kernels;
+    auto: cuda where there is one."""
+
+    comm_report: str | None = _flag("--low-rank-comm-report", None, nargs="?", const="")
+    """After training, print a table of collectives by operation and by forward, backward and
+    recompute, per layer and micro-batch; with FILE, also write it there as JSON."""
+
+    verbose: bool = _flag("--verbose", False)
+    """On CPU, also print upstream's warnings and its list of arguments, which otherwise go to the
+    log file."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A parsed and validated command line."""
+
+    launch: LaunchConfig
+    low_rank: LowRankConfig
+    megatron: Namespace
+    """Megatron's own arguments, as it validated them."""
+
+
+def add_boost_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add our two groups to Megatron's parser, and make it refuse bad input in one line."""
+    add_flags(parser, LowRankConfig, "low-rank (BOOST)")
+    add_flags(parser, LaunchConfig, "launch (BOOST)")
+    refuse_in_one_line(parser)
+    return parser
+
+
+def early_launch_flags(argv: Sequence[str]) -> LaunchConfig:
+    """The launch flags alone, before Megatron is imported.
+
+    Raises:
+        ValueError: for an illegal value of one of them.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser, LaunchConfig, "launch")
+    refuse_in_one_line(parser)
+    launch: LaunchConfig = config_from(parser.parse_known_args(list(argv))[0], LaunchConfig)
+    return launch
+
+
+def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Megatron's command line for the user's, and the lines that say what was added.
+
+    Raises:
+        ValueError: for settings or sizes that cannot be run, by flag, value and nearest legal value.
+    """
+    arguments = _parse_only(argv)
+    if arguments.spec is not None:
+        _check_spec(arguments)
+    if arguments.eval_interval is None and not (arguments.skip_train or arguments.full_validation):
+        raise ValueError(
+            "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
+        )
+    low_rank = low_rank_config(arguments)
+    if low_rank.arch == "none":
+        _refuse_idle_flags(argv)
+        return list(argv), []
+    if arguments.yaml_cfg is not None:
+        raise ValueError("--yaml-cfg: low-rank models are set up by flags; leave it out")
+    added, said = [], []
+    for flag, value in (
+        ("--hidden-dropout", arguments.hidden_dropout),
+        ("--attention-dropout", arguments.attention_dropout),
+    ):
+        if not _given(argv, flag):
+            added += [flag, "0.0"]
+        elif value > 0:
+            raise ValueError(
+                f"{flag} {value}: low-rank layers have no dropout; nearest legal value: 0.0"
+            )
+    if added:
+        said.append("dropout: 0 (Megatron's default of 0.1 was not asked for)")
+    btp = low_rank.low_rank and low_rank.tp == "btp"
+    if btp and arguments.tensor_model_parallel_size > 1 and not arguments.sequence_parallel:
+        added.append("--sequence-parallel")
+        said.append("sequence parallelism: on at the borders of the BTP layers")
+    if low_rank.low_rank and low_rank.tp == "vanilla" and arguments.sequence_parallel:
+        raise ValueError(
+            "--sequence-parallel: vanilla low-rank layers keep the residual stream whole; "
+            "nearest legal value: leave it out"
+        )
+    if arguments.use_distributed_optimizer and not arguments.dist_ckpt_optim_fully_reshardable:
+        added.append("--dist-ckpt-optim-fully-reshardable")
+    _check_flags(arguments, low_rank)
+    if not arguments.use_checkpoint_args:
+        _check_sizes(arguments, low_rank)
+    return [*argv, *added], said
+
+
+def parse(argv: Sequence[str], defaults: dict[str, Any]) -> Settings:
+    """Parse and validate with Megatron, and set its global variables.
+
+    Raises:
+        ValueError: with Megatron's own words where it refuses the flags.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    with mock.patch.object(sys, "argv", [sys.argv[0], *argv]):
+        try:
+            arguments = parse_and_validate_args(add_boost_flags, args_defaults=defaults)
+        except AssertionError as refusal:
+            raise ValueError(f"Megatron refuses these flags: {_reason(refusal)}") from refusal
+    low_rank = low_rank_config(arguments)
+    return Settings(config_from(arguments, LaunchConfig), low_rank, arguments)
+
+
+def low_rank_config(arguments: Namespace) -> LowRankConfig:
+    """`LowRankConfig` from parsed arguments; the seed is Megatron's."""
+    config: LowRankConfig = config_from(arguments, LowRankConfig, seed=arguments.seed)
+    return config
+
+
+def _parse_only(argv: Sequence[str]) -> Namespace:
+    """Megatron's parser alone, before its validation changes or refuses anything."""
+    from megatron.training.arguments import parse_args
+
+    with mock.patch.object(sys, "argv", [sys.argv[0], *argv]):
+        return parse_args(add_boost_flags)
+
+
+def _given(argv: Sequence[str], flag: str) -> bool:
+    return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
+
+
+def _refuse_idle_flags(argv: Sequence[str]) -> None:
+    """Flags that would be ignored by Megatron's own layers."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        idle = flag.startswith(("--low-rank-", "--no-low-rank-")) or flag == "--core-attention"
+        if idle and flag not in ("--low-rank-arch", "--low-rank-comm-report"):
+            raise ValueError(
+                f"{flag}: has no effect on Megatron's own layers (--low-rank-arch none); "
+                "nearest legal value: --low-rank-arch cola"
+            )
+
+
+def _check_spec(arguments: Namespace) -> None:
+    """Import the user's layer spec now: Megatron only logs a failure and trains a full-rank
+    model."""
+    shown = "--spec " + " ".join(arguments.spec)
+    if len(arguments.spec) != 2:
+        return  # "local" or a like word, for Megatron itself
+    module, name = arguments.spec
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as failure:
+        raise ValueError(f"{shown}: cannot be imported: {failure}") from failure
+    if found is None:
+        raise ValueError(f"{shown}: module {module} has no {name}")
+    if arguments.low_rank_arch != "none":
+        raise ValueError(
+            f"{shown}: --low-rank-arch {arguments.low_rank_arch} brings its own spec; "
+            "nearest legal value: leave --spec out"
+        )
+
+
+def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
+    required = (
+        ("--num-layers", arguments.num_layers),
+        ("--hidden-size", arguments.hidden_size),
+        ("--num-attention-heads", arguments.num_attention_heads),
+        ("--seq-length", arguments.seq_length),
+        ("--micro-batch-size", arguments.micro_batch_size),
+    )
+    for flag, value in required:
+        if value is None:
+            raise ValueError(f"{flag}: is missing and has no default")
+    tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    for flag, size in (
+        ("--tensor-model-parallel-size", tp),
+        ("--pipeline-model-parallel-size", pp),
+    ):
+        if size < 1:
+            raise ValueError(f"{flag} {size}: must be positive; nearest legal value: 1")
+    if arguments.world_size % (tp * pp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} times --pipeline-model-parallel-size {pp}: does "
+            f"not divide the {arguments.world_size} ranks of this run; nearest legal value: start "
+            f"{nearest_multiple(arguments.world_size, tp * pp)} ranks"
+        )
+    ffn = arguments.ffn_hidden_size
+    if ffn is None:
+        # As Megatron sets it for a gated MLP: two thirds of 4·d, in whole blocks of 64.
+        ffn = int((4 * arguments.hidden_size * 2 / 3) / 64) * 64
+    heads = arguments.num_attention_heads
+    if arguments.hidden_size % heads and arguments.kv_channels is None:
+        nearest = nearest_multiple(arguments.hidden_size, heads)
+        raise ValueError(
+            f"--hidden-size {arguments.hidden_size}: is no multiple of --num-attention-heads "
+            f"{heads}; nearest legal value: {nearest} (or set --kv-channels)"
+        )
+    validate_sizes(
+        low_rank,
+        ModelSizes(
+            hidden_size=arguments.hidden_size,
+            ffn_hidden_size=ffn,
+            num_attention_heads=heads,
+            num_query_groups=arguments.num_query_groups
+            if arguments.group_query_attention
+            else heads,
+            tensor_parallel=tp,
+            seq_length=arguments.seq_length,
+        ),
+    )
+    uneven = arguments.pipeline_model_parallel_layout is not None or (
+        arguments.decoder_first_pipeline_num_layers or arguments.decoder_last_pipeline_num_layers
+    )
+    stages = pp * (arguments.num_virtual_stages_per_pipeline_rank or 1)
+    if arguments.num_layers % stages and not uneven:
+        raise ValueError(
+            f"--num-layers {arguments.num_layers}: is split over {stages} pipeline stages; "
+            f"nearest legal value: {nearest_multiple(arguments.num_layers, stages)}"
+        )
+
+
+def _check_flags(arguments: Namespace, low_rank: LowRankConfig) -> None:
+    """Megatron's flags that low-rank layers would not honour."""
+    for flag, given, instead in (
+        ("--reset-attention-mask", arguments.reset_attention_mask, "leave it out"),
+        ("--log-throughput", arguments.log_throughput, "leave it out"),
+    ):
+        if given:
+            raise ValueError(
+                f"{flag}: not supported by --low-rank-arch {low_rank.arch} yet; "
+                f"nearest legal value: {instead}"
+            )
+
+
+def _reason(refusal: AssertionError) -> str:
+    """An assertion's message, or the asserted condition where upstream gave none."""
+    if str(refusal):
+        return str(refusal)
+    frame = traceback.extract_tb(refusal.__traceback__)[-1]
+    return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"

@@ -1,0 +1,99 @@
+"""The report of a run's collectives: a table on the terminal and flat JSON.
+
+Calls are per layer and micro-batch and sizes those of the tensor handed over on one rank, borders
+of the stack of layers apart; they are this rank's, and equal on all ranks of a TP group.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from boost_layers.communication import Ledger, Operation, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_MIB = 1024 * 1024
+
+
+def report(ledger: Ledger, models: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Everything that the ledger counted, under flat keys with their units.
+
+    `…_calls_per_layer` and `…_mib_per_layer` per layer and micro-batch, `…_seconds` over the whole
+    run, `border_…` whole-run counts of what surrounds the layers; `parameters` of the whole model
+    (this pipeline stage's whole tensors) and `peak_memory_mib` of this rank.
+    """
+    ledger.settle()
+    values: dict[str, Any] = {}
+    for phase in get_args(Phase):
+        for operation in get_args(Operation):
+            calls, mib = ledger.per_layer(phase, operation)
+            count = ledger.counts.get(("layer", phase, operation))
+            values[f"{phase}_{operation}_calls_per_layer"] = round(calls, 6)
+            values[f"{phase}_{operation}_mib_per_layer"] = mib
+            values[f"{phase}_{operation}_seconds"] = count.seconds if count else 0.0
+            border = ledger.counts.get(("border", phase, operation))
+            values[f"border_{phase}_{operation}_calls"] = border.calls if border else 0
+            values[f"border_{phase}_{operation}_mib"] = border.bytes / _MIB if border else 0.0
+            values[f"border_{phase}_{operation}_seconds"] = border.seconds if border else 0.0
+    values["recompute_collective_calls_per_layer"] = sum(
+        values[f"recompute_{operation}_calls_per_layer"] for operation in get_args(Operation)
+    )
+    values["layer_passes"] = ledger.layer_passes["forward"]
+    values["parameters"] = sum(_whole_size(p) for model in models for p in model.parameters())
+    values["peak_memory_mib"] = peak_memory_mib()
+    return values
+
+
+def _whole_size(parameter: torch.nn.Parameter) -> int:
+    """Elements of the whole tensor that a shard belongs to."""
+    from megatron.core import parallel_state
+
+    sharded = getattr(parameter, "tensor_model_parallel", False)
+    return parameter.numel() * (
+        parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
+    )
+
+
+def peak_memory_mib() -> float:
+    """The most memory this rank has held: allocated on CUDA, else resident in the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / _MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def print_report(values: dict[str, Any]) -> None:
+    """The table, one row per operation and phase that occurred."""
+    table = Table(
+        title="collectives of this rank (layers: per layer and micro-batch; borders: all)"
+    )
+    for column in ("where", "phase", "operation", "calls", "MiB", "seconds, whole run"):
+        table.add_column(column, justify="left" if column in ("where", "operation") else "right")
+    for phase in get_args(Phase):
+        for operation in get_args(Operation):
+            key = f"{phase}_{operation}"
+            rows = (
+                ("layer", f"{key}_calls_per_layer", f"{key}_mib_per_layer", f"{key}_seconds"),
+                (
+                    "border",
+                    f"border_{key}_calls",
+                    f"border_{key}_mib",
+                    f"border_{key}_seconds",
+                ),
+            )
+            for where, calls, mib, seconds in rows:
+                if values[calls]:
+                    table.add_row(
+                        where,
+                        phase,
+                        operation.replace("_", "-"),
+                        f"{values[calls]:g}",
+                        f"{values[mib]:.3f}",
+                        f"{values[seconds]:.3f}",
+                    )
+    Console(width=100).print(table)

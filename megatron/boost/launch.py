@@ -1,0 +1,65 @@
+"""The way from `pretrain_gpt.py` into a training run: device, quiet start, one-line errors.
+
+Megatron is imported only here, after the device is known, so that on CPU its import-time warnings
+go to the log file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.boost.arguments import early_launch_flags
+from megatron.boost.command_line import BAD_INPUT, print_error
+from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
+from megatron.boost.patches import apply_always
+from megatron.boost.quiet import quiet_output
+
+
+def main(argv: Sequence[str], started: float | None = None) -> int:
+    """Run `pretrain_gpt.py` with the flags `argv` on this rank.
+
+    Returns:
+        The exit code: 0, or 2 for bad input, which rank 0 names in one `error: …` line.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            launch = early_launch_flags(argv)
+            if _on_cpu(launch.device):
+                argv = with_cpu_flags(argv)
+                stack.enter_context(quiet_output(verbose=launch.verbose))
+                stack.enter_context(megatron_on_cpu())
+            stack.enter_context(apply_always())
+            from megatron.boost.training import configure, train
+
+            plan = configure(argv)
+        except ValueError as refusal:
+            if int(os.environ.get("RANK", "0")) == 0:
+                print_error(str(refusal))
+            return BAD_INPUT
+        with _process_group_ended():
+            train(plan, started)
+    return 0
+
+
+def _on_cpu(device: str) -> bool:
+    """Whether the run takes place on the CPU; said in one line by rank 0."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device; nearest legal value: cpu")
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and int(os.environ.get("RANK", "0")) == 0:
+        print("> device: cpu (gloo, Megatron's local implementation)", flush=True)
+    return on_cpu
+
+
+@contextlib.contextmanager
+def _process_group_ended() -> Iterator[None]:
+    """Destroys the process group at the end: without that a good run ends in "terminate called"."""
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

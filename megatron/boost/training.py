@@ -1,0 +1,101 @@
+"""One training run: from a command line to Megatron's `pretrain()` and the report after it.
+
+Both steps are for every rank and, on CPU, for inside `megatron_on_cpu()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import pretrain, set_startup_timestamps, training
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.config import PretrainConfigContainer
+
+from boost_layers.communication import LEDGER
+from megatron.boost import communication_report
+from megatron.boost.arguments import Settings, parse, prepare
+from megatron.boost.builder import model_config
+from megatron.boost.command_line import write_json
+from megatron.boost.data import forward_step, provide_datasets, refuse_unsupported_data
+
+_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that was found possible, nothing of which has started."""
+
+    settings: Settings
+    container: PretrainConfigContainer
+
+
+def configure(argv: Sequence[str]) -> Plan:
+    """Everything that can be found wrong with a command line, before any process group is made.
+
+    Args:
+        argv: Megatron's flags and ours, without the program's name.
+
+    Raises:
+        ValueError: for a command line that cannot be run.
+    """
+    argv, said = prepare(argv)
+    settings = parse(argv, _DEFAULTS)
+    refuse_unsupported_data(settings.megatron)
+    config = model_config(settings.megatron, settings.low_rank)
+    if settings.megatron.rank == 0:
+        for line in said:
+            print(f"> {line}", flush=True)
+    return Plan(settings, pretrain_cfg_container_from_args(settings.megatron, config))
+
+
+def train(plan: Plan, started: float | None = None) -> None:
+    """Run Megatron's `pretrain()`, then report the collectives where that was asked for.
+
+    Args:
+        plan: what `configure` returned.
+        started: the process's start, in seconds since the epoch, for Megatron's start-up timers.
+    """
+    if started is not None:
+        set_startup_timestamps(program_start=started, main_entry=started)
+    launch = plan.settings.launch
+    LEDGER.clear()
+    LEDGER.timed = launch.comm_report is not None
+    with _keeping_model() as built:
+        try:
+            pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+        except SystemExit as end:
+            # So ends a run that --exit-interval, --exit-duration or a signal stops in good order.
+            if end.code:
+                raise
+    if launch.comm_report is not None:
+        values = communication_report.report(LEDGER, built)
+        if plan.settings.megatron.rank == 0:
+            communication_report.print_report(values)
+            if launch.comm_report:
+                write_json(Path(launch.comm_report), values)
+
+
+class _keeping_model:
+    """Context that remembers the model chunks that `pretrain()` builds and does not return."""
+
+    def __enter__(self) -> list[torch.nn.Module]:
+        built: list[torch.nn.Module] = []
+        setup = training.setup_model_and_optimizer
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            result = setup(*args, **kwargs)
+            built.extend(result[0])
+            return result
+
+        self._patch = mock.patch.object(training, "setup_model_and_optimizer", keep)
+        self._patch.start()
+        return built
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
