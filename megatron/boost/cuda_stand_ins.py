@@ -113,10 +113,15 @@ def _resident_bytes() -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
     except OSError:
-        return _peak_resident_bytes()
+        return _most_resident_bytes()
 
 
 def _peak_resident_bytes() -> int:
+    # The kernel brings its maximum up to date now and then only.
+    return max(_most_resident_bytes(), _resident_bytes())
+
+
+def _most_resident_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -162,6 +167,7 @@ def _stand_ins(generator: torch.Generator) -> dict[str, Any]:
         "memory_reserved": lambda device=None: _resident_bytes(),
         "max_memory_allocated": lambda device=None: _peak_resident_bytes(),
         "max_memory_reserved": lambda device=None: _peak_resident_bytes(),
+        "device_memory_used": lambda device=None: _resident_bytes(),
         "reset_peak_memory_stats": _no_op(),
         "memory_stats": _memory_stats,
     }

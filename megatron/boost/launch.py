@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron.boost.arguments import early_launch_flags
 from megatron.boost.command_line import BAD_INPUT, print_error
-from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
+from megatron.boost.cpu import megatron_on_cpu, process_group_ended, with_cpu_flags
 from megatron.boost.patches import apply_always
 from megatron.boost.quiet import quiet_output
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
             if int(os.environ.get("RANK", "0")) == 0:
                 print_error(str(refusal))
             return BAD_INPUT
-        with _process_group_ended():
+        with process_group_ended():
             train(plan, started)
     return 0
 
@@ -53,13 +53,3 @@ def _on_cpu(device: str) -> bool:
     if on_cpu and int(os.environ.get("RANK", "0")) == 0:
         print("> device: cpu (gloo, Megatron's local implementation)", flush=True)
     return on_cpu
-
-
-@contextlib.contextmanager
-def _process_group_ended() -> Iterator[None]:
-    """Destroys the process group at the end: without that a good run ends in "terminate called"."""
-    try:
-        yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()

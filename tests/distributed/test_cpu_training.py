@@ -18,6 +18,7 @@ TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
@@ -60,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]
         (2, PP),
         (2, INTERLEAVED),
         (2, "--overlap-grad-reduce"),
-        (4, f"{TP} {INTERLEAVED}"),
+        pytest.param(4, f"{TP} {INTERLEAVED}", marks=pytest.mark.slow),
     ],
     ids=["tp", "sequence-parallel", "pp", "interleaved", "dp", "tp-interleaved"],
 )
@@ -72,16 +73,29 @@ def test_layouts_go_on_from_one_checkpoint(
     _assert_agree(_whole(histories), expected)
 
 
-def test_distributed_optimizer_with_both_overlaps() -> None:
-    _assert_agree(_whole(_train(2, OVERLAP)), _one_rank(""))
+@pytest.fixture(scope="module")
+def one_rank() -> History:
+    """The history of a run on one rank, in fp32."""
+    return _one_rank("")
 
 
-def test_bf16_with_distributed_optimizer() -> None:
+def test_distributed_optimizer_with_both_overlaps(one_rank: History) -> None:
+    _assert_agree(_whole(_train(2, OVERLAP)), one_rank)
+
+
+def test_bf16_with_distributed_optimizer(one_rank: History) -> None:
     in_bf16 = _one_rank("--bf16")
     _assert_agree(_whole(_train(2, f"--bf16 {OVERLAP}")), in_bf16, 2e-4)
-    in_fp32 = _one_rank("")
-    assert in_bf16["loss"] != in_fp32["loss"]
-    assert in_bf16["loss"] == pytest.approx(in_fp32["loss"], rel=3e-3)
+    assert in_bf16["loss"] != one_rank["loss"]
+    assert in_bf16["loss"] == pytest.approx(one_rank["loss"], rel=3e-3)
+
+
+@pytest.fixture(scope="module")
+def with_dropout() -> list[History]:
+    """The histories of a run with dropout on two tensor-parallel ranks, by rank."""
+    histories = _train(2, f"{TP} {DROPOUT}")
+    assert histories[0]["loss"] != _train(2, TP)[0]["loss"]
+    return histories
 
 
 @pytest.mark.parametrize(
@@ -92,20 +106,18 @@ def test_bf16_with_distributed_optimizer() -> None:
     ],
     ids=["full", "selective"],
 )
-def test_recompute_repeats_the_dropout_masks(recompute: str) -> None:
-    stored = _train(2, f"{TP} {DROPOUT}")
-    assert _train(2, f"{TP} {DROPOUT} {recompute}") == stored
-    assert stored[0]["loss"] != _train(2, TP)[0]["loss"]
+def test_recompute_repeats_the_dropout_masks(with_dropout: list[History], recompute: str) -> None:
+    assert _train(2, f"{TP} {DROPOUT} {recompute}") == with_dropout
 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (2, f"{TP} {DROPOUT}"),
-        (2, f"{LAYERS} {INTERLEAVED}"),
+        pytest.param(2, f"{LAYERS} {INTERLEAVED}", marks=pytest.mark.slow),
         (2, OVERLAP),
-        (2, f"--bf16 {OVERLAP} --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save"),
-        (1, "--bf16 --async-save"),
+        pytest.param(2, f"--bf16 {OVERLAP} {RESHARDABLE}", marks=pytest.mark.slow),
+        pytest.param(1, "--bf16 --async-save", marks=pytest.mark.slow),
     ],
     ids=["tp-dropout", "interleaved", "distributed-optimizer", "bf16-reshardable", "async-save"],
 )
@@ -123,7 +135,6 @@ SCRIPT = """
 import sys, warnings
 import helper
 import torch
-from megatron.training import initialize
 torch.distributed.init_process_group("gloo")
 total = torch.ones(1, device="cuda")
 torch.distributed.all_reduce(total)
@@ -132,6 +143,7 @@ print(f"rank {torch.distributed.get_rank()}: {total.item()} {sys.argv} {__name__
 """
 
 
+@pytest.mark.slow
 def test_any_script_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -153,6 +165,7 @@ def test_any_script_runs_under_torchrun(tmp_path: Path) -> None:
     ]
     assert all("'--lr', '1e-3', '--transformer-impl', 'local'" in line for line in lines)
     assert all(line.endswith("__main__") for line in lines)
+    # A world that is not destroyed aborts at exit, or torch warns of it.
     for unwanted in ("terminate called", "destroy_process_group", "Apex"):
         assert unwanted not in run.stderr + run.stdout
 
