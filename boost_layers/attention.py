@@ -147,6 +147,8 @@ class SelfAttention(MegatronModule):
             cos = (torch.cos(rotary_pos_emb) * scale).to(q.dtype)
             sin = (torch.sin(rotary_pos_emb) * scale).to(q.dtype)
             q, k = (_Rotary.apply(t, cos, sin, self.config.rotary_interleaved) for t in (q, k))
+        # As q and k: v is a view of the batched up-projection's result, all of which it would keep.
+        v = v.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
         if self.recompute_core and self.training:
             return tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
         return self._attend(q, k, v, attention_mask)

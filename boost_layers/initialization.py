@@ -24,11 +24,12 @@ def draw_normal(
     """The whole tensor N(0, std²) in fp32 that belongs to a canonical name; the same on every rank
     with the same kind of device."""
     if torch.device(device).type == "meta":
-        return torch.empty(shape, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+    whole = torch.empty(shape, dtype=torch.float32, device=device)
+    return whole.normal_(0.0, std, generator=generator)
 
 
 def cola_std(in_features: int, out_features: int, rank: int) -> float:

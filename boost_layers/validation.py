@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from boost_layers.config import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, LowRankConfig
+from boost_layers.config import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, LowRankConfig, flag_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,26 +41,30 @@ def _require_multiple(flag: str, value: int, of: int, why: str) -> None:
         )
 
 
+def _require_heads(heads: int, groups: int, tp: int) -> None:
+    """KV heads divide the heads, and TP divides both."""
+    if heads % tp:
+        # With KV heads that stay as they are, the heads must remain a multiple of them.
+        of = groups if groups != heads and groups % tp == 0 else tp
+        raise ValueError(
+            f"--num-attention-heads {heads}: are split over --tensor-model-parallel-size {tp}; "
+            f"nearest legal value: {nearest_multiple(heads, of)}"
+        )
+    legal = [g for g in range(tp, heads + 1, tp) if heads % g == 0]
+    if groups not in legal:
+        nearest = min(legal, key=lambda g: abs(g - groups))
+        raise ValueError(
+            f"--num-query-groups {groups}: must divide --num-attention-heads {heads} and are split "
+            f"over --tensor-model-parallel-size {tp}; nearest legal value: {nearest}"
+        )
+
+
 def validate_sizes(low_rank: LowRankConfig, sizes: ModelSizes) -> None:
     """Raise ValueError for the first size that the strategy cannot divide."""
     tp = sizes.tensor_parallel
-    if sizes.num_attention_heads % sizes.num_query_groups:
-        nearest = min(
-            (
-                g
-                for g in range(1, sizes.num_attention_heads + 1)
-                if sizes.num_attention_heads % g == 0
-            ),
-            key=lambda g: abs(g - sizes.num_query_groups),
-        )
-        raise ValueError(
-            f"--num-query-groups {sizes.num_query_groups}: does not divide "
-            f"--num-attention-heads {sizes.num_attention_heads}; nearest legal value: {nearest}"
-        )
+    _require_heads(sizes.num_attention_heads, sizes.num_query_groups, tp)
     _require_multiple("--hidden-size", sizes.hidden_size, tp, "is split over")
     _require_multiple("--ffn-hidden-size", sizes.ffn_hidden_size, tp, "is split over")
-    _require_multiple("--num-attention-heads", sizes.num_attention_heads, tp, "are split over")
-    _require_multiple("--num-query-groups", sizes.num_query_groups, tp, "are split over")
     if sizes.seq_length is not None and low_rank.tp == "btp" and low_rank.low_rank:
         _require_multiple("--seq-length", sizes.seq_length, tp, "is split at the borders over")
     if not low_rank.low_rank:
@@ -70,19 +74,19 @@ def validate_sizes(low_rank: LowRankConfig, sizes: ModelSizes) -> None:
         largest = sizes.hidden_size
         if projection in MLP_PROJECTIONS:
             largest = min(largest, sizes.ffn_hidden_size)
-        shown = (
-            f"rank {rank} (from {flag} {low_rank.ratio})" if "ratio" in flag else f"{flag} {rank}"
-        )
+        shown, prefix = f"{flag} {rank}", ""
+        if flag == flag_of("ratio"):
+            shown, prefix = f"{flag} {low_rank.ratio} (rank {rank})", f"{flag_of('rank')} "
         if rank > largest:
             raise ValueError(
                 f"{shown}: larger than the {projection}'s smaller side; "
-                f"nearest legal value: {largest}"
+                f"nearest legal value: {prefix}{largest}"
             )
         if low_rank.tp == "vanilla" and rank % tp:
             raise ValueError(
                 f"{shown}: vanilla tensor parallelism splits the rank over "
                 f"--tensor-model-parallel-size {tp}; nearest legal value: "
-                f"{nearest_multiple(rank, tp)}"
+                f"{prefix}{nearest_multiple(rank, tp)}"
             )
 
 
@@ -105,6 +109,9 @@ def validate_model(low_rank: LowRankConfig, config: TransformerConfig) -> None:
 
 def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> None:
     """Raise ValueError for the first feature of `config` that a LLaMA block of ours has not."""
+    # Not at the top: the command line is checked without torch.
+    from torch.nn.functional import silu
+
     sharded_borders = low_rank.low_rank and low_rank.tp == "btp"
     vanilla = low_rank.low_rank and low_rank.tp == "vanilla"
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -113,8 +120,27 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
         (config.add_qkv_bias, "--add-qkv-bias", "leave it out"),
         (config.normalization != "RMSNorm", f"--normalization {config.normalization}", "RMSNorm"),
         (not config.gated_linear_unit, "an MLP without a gate", "pass --swiglu"),
+        (config.activation_func is not silu, "a gate's activation that is not SiLU", "--swiglu"),
+        (
+            config.activation_func_clamp_value is not None,
+            "--activation-func-clamp-value",
+            "leave it out",
+        ),
+        (config.glu_linear_offset != 0, f"--glu-linear-offset {config.glu_linear_offset}", "0"),
         (config.layernorm_zero_centered_gamma, "--apply-layernorm-1p", "leave it out"),
         (config.qk_layernorm, "--qk-layernorm", "leave it out"),
+        (config.qk_l2_norm, "--qk-l2-norm", "leave it out"),
+        (
+            config.apply_residual_connection_post_layernorm,
+            "--apply-residual-connection-post-layernorm",
+            "leave it out",
+        ),
+        (config.use_mup, "--use-mup", "leave it out"),
+        (
+            config.heterogeneous_block_specs,
+            "--heterogeneous-layers-config-path",
+            "leave it out",
+        ),
         (config.multi_latent_attention, "--multi-latent-attention", "leave it out"),
         (config.num_moe_experts is not None, "--num-experts", "leave it out"),
         (config.mtp_num_layers is not None, "--mtp-num-layers", "leave it out"),

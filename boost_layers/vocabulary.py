@@ -51,19 +51,20 @@ def initialize_vocabulary(
     seed: int,
     tp_group: dist.ProcessGroup,
 ) -> None:
-    """Draw the embedding and the head, where this stage has them, as N(0, init_method_std²) by
-    canonical name; padded rows are zero. A tied head on a later stage gets the embedding's rows."""
+    """Draw the embedding and the head, where this stage has them, as N(0, std²) by canonical name,
+    with std = embedding_init_method_std (by default init_method_std) and init_method_std; padded
+    rows are zero. A tied head on a later stage gets the embedding's rows."""
     weights = []
+    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
     if model.pre_process:
-        weights.append(("embedding.word_embeddings.weight", model.embedding.word_embeddings.weight))
+        weights.append((embedding, model.embedding.word_embeddings.weight))
     if model.post_process and not model.share_embeddings_and_output_weights:
-        weights.append(("output_layer.weight", model.output_layer.weight))
+        weights.append((head, model.output_layer.weight))
     elif model.post_process and not model.pre_process:
-        weights.append(("embedding.word_embeddings.weight", model.output_layer.weight))
+        weights.append((embedding, model.output_layer.weight))
     for name, weight in weights:
-        rows = draw_normal(
-            (vocab_size, config.hidden_size), config.init_method_std, seed, name, weight.device
-        )
+        std = config.init_method_std if name == head else config.embedding_init_method_std
+        rows = draw_normal((vocab_size, config.hidden_size), std, seed, name, weight.device)
         whole = rows.new_zeros(weight.shape[0] * tp_group.size(), config.hidden_size)
         whole[:vocab_size] = rows
         weight.copy_(shard_of(whole, 0, tp_group.rank(), tp_group.size()))

@@ -37,7 +37,7 @@ class _ColumnDown(torch.autograd.Function):
         folded = ops.fold_gamma(None, weights)
         ctx.reduce_gradient, ctx.group = reduce_gradient, group
         ctx.save_for_backward(x, *weights)
-        return torch.mm(x.view(-1, x.shape[-1]), folded.t()).view(*x.shape[:-1], -1)
+        return torch.mm(x.reshape(-1, x.shape[-1]), folded.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ class _ColumnDown(torch.autograd.Function):
         pending = None
         if ctx.reduce_gradient:
             pending = communication.start_all_reduce(dx, ctx.group, "backward")
-        dweight = torch.mm(du.t(), x.view(-1, x.shape[-1]))
+        dweight = torch.mm(du.t(), x.reshape(-1, x.shape[-1]))
         if pending is not None:
             pending.wait()
         return dx.view(x.shape), None, None, *dweight.split([a.shape[0] for a in weights])

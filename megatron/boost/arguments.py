@@ -10,7 +10,8 @@ import importlib
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from unittest import mock
 
 from boost_layers.config import LowRankConfig
 from boost_layers.validation import ModelSizes, nearest_multiple, validate_sizes
-from megatron.boost.flags import add_flags, config_from, refuse_in_one_line
+from megatron.boost.flags import add_flags, config_from, make_help_printable, refuse_in_one_line
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -33,7 +34,9 @@ class LaunchConfig:
     """Where the run takes place; cpu: gloo, Megatron's local implementation, no fused CUDA kernels;
     auto: cuda where there is one."""
 
-    comm_report: str | None = _flag("--low-rank-comm-report", None, nargs="?", const="")
+    comm_report: str | None = _flag(
+        "--low-rank-comm-report", None, nargs="?", const="", metavar="FILE"
+    )
     """After training, print a table of collectives by operation and by forward, backward and
     recompute, per layer and micro-batch; with FILE, also write it there as JSON."""
 
@@ -53,10 +56,12 @@ class Settings:
 
 
 def add_boost_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add our two groups to Megatron's parser, and make it refuse bad input in one line."""
+    """Add our two groups to Megatron's parser, and make it refuse bad input in one line and print
+    its help."""
     add_flags(parser, LowRankConfig, "low-rank (BOOST)")
     add_flags(parser, LaunchConfig, "launch (BOOST)")
     refuse_in_one_line(parser)
+    make_help_printable(parser)
     return parser
 
 
@@ -77,8 +82,13 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Megatron's command line for the user's, and the lines that say what was added.
 
     Raises:
-        ValueError: for settings or sizes that cannot be run, by flag, value and nearest legal value.
+        ValueError: for settings or sizes that cannot be run, by flag, value and nearest legal one.
     """
+    if _given(argv, "--yaml-cfg"):
+        raise ValueError(
+            "--yaml-cfg: Megatron ignores all other flags beside it, ours included; "
+            "nearest legal value: leave it out and pass flags"
+        )
     arguments = _parse_only(argv)
     if arguments.spec is not None:
         _check_spec(arguments)
@@ -90,8 +100,6 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if low_rank.arch == "none":
         _refuse_idle_flags(argv)
         return list(argv), []
-    if arguments.yaml_cfg is not None:
-        raise ValueError("--yaml-cfg: low-rank models are set up by flags; leave it out")
     added, said = [], []
     for flag, value in (
         ("--hidden-dropout", arguments.hidden_dropout),
@@ -130,13 +138,19 @@ def parse(argv: Sequence[str], defaults: dict[str, Any]) -> Settings:
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    with mock.patch.object(sys, "argv", [sys.argv[0], *argv]):
-        try:
-            arguments = parse_and_validate_args(add_boost_flags, args_defaults=defaults)
-        except AssertionError as refusal:
-            raise ValueError(f"Megatron refuses these flags: {_reason(refusal)}") from refusal
+    with mock.patch.object(sys, "argv", [sys.argv[0], *argv]), refusals_of_megatron():
+        arguments = parse_and_validate_args(add_boost_flags, args_defaults=defaults)
     low_rank = low_rank_config(arguments)
     return Settings(config_from(arguments, LaunchConfig), low_rank, arguments)
+
+
+@contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Context in which an assertion of Megatron's about its flags becomes a ValueError."""
+    try:
+        yield
+    except AssertionError as refusal:
+        raise ValueError(f"Megatron refuses these flags: {_reason(refusal)}") from refusal
 
 
 def low_rank_config(arguments: Namespace) -> LowRankConfig:
@@ -174,7 +188,7 @@ def _check_spec(arguments: Namespace) -> None:
     model."""
     shown = "--spec " + " ".join(arguments.spec)
     if len(arguments.spec) != 2:
-        return  # "local" or a like word, for Megatron itself
+        raise ValueError(f"{shown}: takes two values, a module and a name in it")
     module, name = arguments.spec
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -202,10 +216,14 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             raise ValueError(f"{flag}: is missing and has no default")
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     for flag, size in (
+        *required,
+        ("--ffn-hidden-size", arguments.ffn_hidden_size),
+        ("--kv-channels", arguments.kv_channels),
+        ("--num-query-groups", arguments.num_query_groups),
         ("--tensor-model-parallel-size", tp),
         ("--pipeline-model-parallel-size", pp),
     ):
-        if size < 1:
+        if size is not None and size < 1:
             raise ValueError(f"{flag} {size}: must be positive; nearest legal value: 1")
     if arguments.world_size % (tp * pp):
         raise ValueError(
@@ -213,17 +231,12 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             f"not divide the {arguments.world_size} ranks of this run; nearest legal value: start "
             f"{nearest_multiple(arguments.world_size, tp * pp)} ranks"
         )
+    _check_heads(arguments)
     ffn = arguments.ffn_hidden_size
     if ffn is None:
         # As Megatron sets it for a gated MLP: two thirds of 4·d, in whole blocks of 64.
         ffn = int((4 * arguments.hidden_size * 2 / 3) / 64) * 64
     heads = arguments.num_attention_heads
-    if arguments.hidden_size % heads and arguments.kv_channels is None:
-        nearest = nearest_multiple(arguments.hidden_size, heads)
-        raise ValueError(
-            f"--hidden-size {arguments.hidden_size}: is no multiple of --num-attention-heads "
-            f"{heads}; nearest legal value: {nearest} (or set --kv-channels)"
-        )
     validate_sizes(
         low_rank,
         ModelSizes(
@@ -237,22 +250,70 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             seq_length=arguments.seq_length,
         ),
     )
-    uneven = arguments.pipeline_model_parallel_layout is not None or (
-        arguments.decoder_first_pipeline_num_layers or arguments.decoder_last_pipeline_num_layers
-    )
-    stages = pp * (arguments.num_virtual_stages_per_pipeline_rank or 1)
-    if arguments.num_layers % stages and not uneven:
+    if arguments.sequence_parallel and arguments.seq_length % tp:
         raise ValueError(
-            f"--num-layers {arguments.num_layers}: is split over {stages} pipeline stages; "
-            f"nearest legal value: {nearest_multiple(arguments.num_layers, stages)}"
+            f"--seq-length {arguments.seq_length}: with --sequence-parallel it is split over "
+            f"--tensor-model-parallel-size {tp}; nearest legal value: "
+            f"{nearest_multiple(arguments.seq_length, tp)}"
+        )
+    _check_stages(arguments)
+
+
+def _check_heads(arguments: Namespace) -> None:
+    """The width of a head: a whole number, and with RoPE an even one."""
+    hidden, heads = arguments.hidden_size, arguments.num_attention_heads
+    even = 2 if arguments.position_embedding_type in ("rope", "yarn") else 1
+    if arguments.kv_channels is not None:
+        if arguments.kv_channels % even:
+            raise ValueError(
+                f"--kv-channels {arguments.kv_channels}: rotary embeddings turn pairs of channels; "
+                f"nearest legal value: {nearest_multiple(arguments.kv_channels, even)}"
+            )
+        return
+    if hidden % (even * heads):
+        raise ValueError(
+            f"--hidden-size {hidden}: must be a multiple of {even} times --num-attention-heads "
+            f"{heads}; nearest legal value: {nearest_multiple(hidden, even * heads)} "
+            "(or set --kv-channels)"
+        )
+
+
+def _check_stages(arguments: Namespace) -> None:
+    """Layers that divide over the stages of the pipeline, virtual ones included."""
+    if (
+        arguments.pipeline_model_parallel_layout is not None
+        or arguments.decoder_first_pipeline_num_layers
+        or arguments.decoder_last_pipeline_num_layers
+    ):
+        return
+    pp, layers = arguments.pipeline_model_parallel_size, arguments.num_layers
+    unit, over = pp, f"{pp} pipeline stages"
+    if arguments.num_virtual_stages_per_pipeline_rank:
+        unit *= arguments.num_virtual_stages_per_pipeline_rank
+        over = f"{unit} virtual pipeline stages"
+    elif arguments.num_layers_per_virtual_pipeline_stage:
+        unit *= arguments.num_layers_per_virtual_pipeline_stage
+        over += f" in chunks of {arguments.num_layers_per_virtual_pipeline_stage} layers"
+    if layers % unit:
+        raise ValueError(
+            f"--num-layers {layers}: is split over {over}; "
+            f"nearest legal value: {nearest_multiple(layers, unit)}"
         )
 
 
 def _check_flags(arguments: Namespace, low_rank: LowRankConfig) -> None:
     """Megatron's flags that low-rank layers would not honour."""
+    position = arguments.position_embedding_type
     for flag, given, instead in (
         ("--reset-attention-mask", arguments.reset_attention_mask, "leave it out"),
         ("--log-throughput", arguments.log_throughput, "leave it out"),
+        ("--hybrid-layer-pattern", arguments.hybrid_layer_pattern, "leave it out"),
+        # Megatron's default. Its initial weights would depend on the layout.
+        (
+            f"--position-embedding-type {position}",
+            position not in ("rope", "yarn", "none"),
+            "rope",
+        ),
     ):
         if given:
             raise ValueError(

@@ -6,9 +6,11 @@ run without low-rank layers is Megatron's to the last bit.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +51,33 @@ def refuse_unsupported_data(arguments: Namespace) -> None:
                 f"{flag}: this script pre-trains on indexed or mock data only; "
                 "nearest legal value: leave it out"
             )
+
+
+def refuse_missing_data(arguments: Namespace) -> None:
+    """Raise ValueError for a data set whose two files are not there, naming the nearest that is.
+    Megatron would notice after its start on all ranks."""
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(arguments)
+    except OSError as failure:
+        raise ValueError(f"{failure.filename}: {failure.strerror}") from failure
+    for prefixes, _ in filter(None, (blend, *(blend_per_split or ()))):
+        for prefix in prefixes:
+            missing = [end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
+            if missing and "://" not in prefix:
+                known = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
+                near = difflib.get_close_matches(prefix, known, n=1, cutoff=0.0)
+                raise ValueError(
+                    f"{_data_flag(arguments, prefix)} {prefix}: there is no {prefix}{missing[0]}"
+                    + (f"; the nearest is {near[0]}" if near else "")
+                )
+
+
+def _data_flag(arguments: Namespace, prefix: str) -> str:
+    """The flag that brought a data set."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if prefix in (getattr(arguments, name) or ()):
+            return "--" + name.replace("_", "-")
+    return "--data-args-path" if arguments.data_args_path else "--per-split-data-args-path"
 
 
 def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

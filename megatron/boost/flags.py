@@ -89,10 +89,24 @@ def refuse_in_one_line(parser: ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
+def make_help_printable(parser: ArgumentParser) -> None:
+    """Escape the percent signs of help texts that argparse cannot format: with one such text, and
+    Megatron 0.19 has one, `--help` ends in an error."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
+
+
 def _with_nearest(parser: ArgumentParser, message: str) -> str:
     unrecognized = message.removeprefix("unrecognized arguments: ")
     if unrecognized != message:
-        given = unrecognized.split()[0]
+        given = unrecognized.split()[0].partition("=")[0]
+        if not given.startswith("-"):
+            return f"{given}: stands where a flag is expected"
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
         return f"{given}: no such flag; the nearest is {near[0]}"

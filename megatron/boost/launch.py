@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ from megatron.boost.command_line import BAD_INPUT, print_error
 from megatron.boost.cpu import megatron_on_cpu, process_group_ended, with_cpu_flags
 from megatron.boost.patches import apply_always
 from megatron.boost.quiet import quiet_output
+
+_AFTER_RANK_0_SECONDS = 5.0
 
 
 def main(argv: Sequence[str], started: float | None = None) -> int:
@@ -39,6 +42,9 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
         except ValueError as refusal:
             if int(os.environ.get("RANK", "0")) == 0:
                 print_error(str(refusal))
+            else:
+                # torchrun ends all ranks when the first one ends, which must not be this one.
+                time.sleep(_AFTER_RANK_0_SECONDS)
             return BAD_INPUT
         with process_group_ended():
             train(plan, started)

@@ -19,10 +19,15 @@ from megatron.training.config import PretrainConfigContainer
 
 from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
-from megatron.boost.arguments import Settings, parse, prepare
-from megatron.boost.builder import model_config
+from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
+from megatron.boost.builder import model_config, true_vocabulary
 from megatron.boost.command_line import write_json
-from megatron.boost.data import forward_step, provide_datasets, refuse_unsupported_data
+from megatron.boost.data import (
+    forward_step,
+    provide_datasets,
+    refuse_missing_data,
+    refuse_unsupported_data,
+)
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -47,7 +52,9 @@ def configure(argv: Sequence[str]) -> Plan:
     argv, said = prepare(argv)
     settings = parse(argv, _DEFAULTS)
     refuse_unsupported_data(settings.megatron)
-    config = model_config(settings.megatron, settings.low_rank)
+    refuse_missing_data(settings.megatron)
+    with refusals_of_megatron():
+        config = model_config(settings.megatron, settings.low_rank)
     if settings.megatron.rank == 0:
         for line in said:
             print(f"> {line}", flush=True)
@@ -74,7 +81,8 @@ def train(plan: Plan, started: float | None = None) -> None:
             if end.code:
                 raise
     if launch.comm_report is not None:
-        values = communication_report.report(LEDGER, built)
+        vocab_size = true_vocabulary(plan.settings.megatron)
+        values = communication_report.report(LEDGER, built, vocab_size)
         if plan.settings.megatron.rank == 0:
             communication_report.print_report(values)
             if launch.comm_report:

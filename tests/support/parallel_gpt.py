@@ -32,18 +32,22 @@ class Case:
     """None: what the strategy needs."""
     dtype: torch.dtype = torch.float64
     padded_vocab: int | None = None
+    device: str = "cpu"
+    """"cuda": this rank's current CUDA device, with the world made over NCCL."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
     """More fields of `TransformerConfig`."""
+    gpt: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of `GPTModel`."""
 
 
 @contextmanager
-def tensor_parallel_state(tp: int) -> Iterator[None]:
-    """Megatron on the CPU with process groups of `tp` ranks. Inside another one it does nothing, so
-    that several models can share the groups, whose making takes longer than a tiny model's step.
+def tensor_parallel_state(tp: int, device: str = "cpu") -> Iterator[None]:
+    """Megatron with process groups of `tp` ranks. Inside another one it does nothing, so that
+    several models can share the groups, whose making takes longer than a tiny model's step.
     """
     from megatron.core import parallel_state
 
-    with megatron_on_cpu():
+    with megatron_on_cpu() if device == "cpu" else nullcontext():
         if parallel_state.model_parallel_is_initialized():
             assert parallel_state.get_tensor_model_parallel_world_size() == tp
             yield
@@ -60,7 +64,7 @@ def parallel_gpt(case: Case, tensors: Mapping[str, Tensor] | None = None) -> Ite
     """The model of `case` on this rank, with Megatron's parallel state around it."""
     from megatron.core import tensor_parallel
 
-    with tensor_parallel_state(case.tp), _cross_entropy_in(case.dtype):
+    with tensor_parallel_state(case.tp, case.device), _cross_entropy_in(case.dtype):
         tensor_parallel.model_parallel_cuda_manual_seed(123)
         model = _build(case)
         if tensors is not None:
@@ -132,7 +136,8 @@ def _build(case: Case) -> nn.Module:
         rotary_base=plain.rope_base,
         rope_scaling=plain.rope_scaling is not None,
         rope_scaling_factor=plain.rope_scaling.factor if plain.rope_scaling else 1.0,
-    ).to(case.dtype)
+        **case.gpt,
+    ).to(case.device, case.dtype)
     rope = model.rotary_pos_emb
     if case.dtype == torch.float64 and plain.rope_scaling is None:
         exponent = torch.arange(0, plain.head_dim, 2, dtype=case.dtype) / plain.head_dim
@@ -220,7 +225,8 @@ def loss_and_gradients(
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     with parallel_gpt(case, tensors) as model:
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        tokens, labels = tokens.to(case.device), labels.to(case.device)
+        positions = torch.arange(tokens.shape[1], device=case.device).expand_as(tokens)
         with torch.no_grad():
             logits = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
         loss = model(tokens, positions, None, labels=labels)
@@ -232,7 +238,12 @@ def loss_and_gradients(
                 distributed.all_reduce(gradient, group=_group())
             gradients[name] = gradient
         return {
-            "loss": loss.detach(),
-            "logits": logits[..., : case.plain.vocab_size],
-            "gradients": gather_canonical(model, gradients, case.plain.vocab_size),
+            "loss": loss.detach().cpu(),
+            "logits": logits[..., : case.plain.vocab_size].cpu(),
+            "gradients": {
+                name: gradient.cpu()
+                for name, gradient in gather_canonical(
+                    model, gradients, case.plain.vocab_size
+                ).items()
+            },
         }

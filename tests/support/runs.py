@@ -22,6 +22,7 @@ MODEL = (
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
     "--init-method-std 0.2 --seed 1234"
 ).split()
+TIED_MODEL = [flag for flag in MODEL if flag != "--untie-embeddings-and-output-weights"]
 DATA = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 48 "
     "--split 90,10,0 --num-workers 0"
@@ -47,12 +48,17 @@ def train(flags: str, world_size: int = 1, before: Callable[[], Any] | None = No
     return run_ranks(train_here, world_size, flags.split(), before, init_process_group=False)
 
 
-def train_here(flags: Sequence[str], before: Callable[[], Any] | None = None) -> dict[str, Any]:
+def train_here(
+    flags: Sequence[str],
+    before: Callable[[], Any] | None = None,
+    model: Sequence[str] = MODEL,
+) -> dict[str, Any]:
     """Trains on this rank as `pretrain_gpt.py` would.
 
     Args:
         flags: Megatron's and ours, after those above; of a flag given twice the last counts.
         before: called with Megatron ready for the CPU; what it returns is a context for the run.
+        model: the flags that describe the model.
 
     Returns:
         by iteration "loss" (on the last pipeline stage) and "grad_norm", both as `train_step` gave
@@ -60,7 +66,7 @@ def train_here(flags: Sequence[str], before: Callable[[], Any] | None = None) ->
         order read; "weights" after the run, a `Shard` by canonical name; "vocab_size", the number
         of tokens that exist.
     """
-    argv = with_cpu_flags([*MODEL, *DATA, *TRAINING, *flags])
+    argv = with_cpu_flags([*model, *DATA, *TRAINING, *flags])
     with ExitStack() as stack:
         stack.enter_context(megatron_on_cpu())
         stack.enter_context(apply_always())

@@ -63,8 +63,8 @@ def test_what_bf16_cannot_hold_decodes_as_nan() -> None:
 
 def test_a_rank_writes_its_own_slot_only() -> None:
     block = torch.full((5, 12), torch.nan, dtype=torch.bfloat16)
-    ops.write_statistics(torch.rand(5, 1) + 1, block, tp_rank=1)
-    assert (block[:, 3:6] != 0).all()
+    ops.write_statistics(torch.full((5, 1), 1 + 2**-10 + 2**-20), block, tp_rank=1)
+    assert torch.equal(block[:, 3:6], torch.tensor([[1, 2**-10, 2**-20]] * 5).bfloat16())
     assert torch.equal(block[:, :3], torch.zeros(5, 3).bfloat16())
     assert torch.equal(block[:, 6:], torch.zeros(5, 6).bfloat16())
 

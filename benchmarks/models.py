@@ -1,0 +1,204 @@
+"""The variants as models on this rank, all in one process, and one training iteration of each."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from benchmarks.harness import Step, measure
+from benchmarks.plain_torch import PlainLlama
+from benchmarks.variants import Sizes, Variant
+from megatron.boost.cpu import megatron_on_cpu
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
+_SEED = 1234
+_NORM_EPS = 1e-6
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+"""Tokens and labels `[b, s]` → the mean loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What variants of one model must agree in, so that the race is between equals."""
+
+    loss: float
+    embedding_gradient_norm: float
+    """It has come back through every layer, and every strategy splits it by vocabulary."""
+
+    def agrees(self, other: Fingerprint, tolerance: float) -> bool:
+        """Whether both numbers differ by at most `tolerance`, relatively."""
+        return math.isclose(self.loss, other.loss, rel_tol=tolerance) and math.isclose(
+            self.embedding_gradient_norm, other.embedding_gradient_norm, rel_tol=tolerance
+        )
+
+
+def race(
+    device: torch.device,
+    variants: Sequence[Variant],
+    sizes: Sizes,
+    dtype: str,
+    rounds: int,
+) -> list[Step]:
+    """Run on a rank: build all `variants` with the whole world as tensor-parallel group, see that
+    they compute the same, and take `rounds` rounds of iterations of each.
+
+    Plain models take the weights of our model before them. Rank 0 prints a line a round.
+
+    Returns:
+        This rank's steps.
+
+    Raises:
+        RuntimeError: if variants of one model disagree in loss or gradient.
+    """
+    with _megatron(device):
+        iterations = _iterations(device, variants, sizes, _DTYPES[dtype])
+        _require_agreement(
+            {v: iterations[v.key].fingerprint() for v in variants}, _TOLERANCES[dtype]
+        )
+        return measure(
+            {key: iteration.run for key, iteration in iterations.items()},
+            rounds,
+            device,
+            partial(_print_round, rounds),
+        )
+
+
+def _require_agreement(fingerprints: Mapping[Variant, Fingerprint], tolerance: float) -> None:
+    first: dict[bool, tuple[Variant, Fingerprint]] = {}
+    for variant, fingerprint in fingerprints.items():
+        other, expected = first.setdefault(variant.low_rank, (variant, fingerprint))
+        if not fingerprint.agrees(expected, tolerance):
+            raise RuntimeError(
+                f"{variant.key} computes another model than {other.key}: {fingerprint}, {expected}"
+            )
+
+
+def _print_round(rounds: int, steps: Sequence[Step]) -> None:
+    if distributed.get_rank() == 0:
+        seconds = sum(step.milliseconds for step in steps) / 1000.0
+        print(f"  round {steps[0].round_number + 1} of {rounds}: {seconds:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def _megatron(device: torch.device) -> Iterator[None]:
+    """Megatron's parallel state with the whole world as one tensor-parallel group."""
+    with megatron_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=distributed.get_world_size()
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(_SEED)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """A training iteration of one model on one fixed batch, without an optimiser."""
+
+    model: nn.Module
+    loss_of: LossOf
+    tokens: Tensor
+    labels: Tensor
+
+    def run(self) -> Tensor:
+        """Drop the gradients, then forward and backward."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss_of(self.tokens, self.labels)
+        loss.backward()
+        return loss
+
+    def fingerprint(self) -> Fingerprint:
+        """Of one iteration; one all-reduce of a number."""
+        loss = self.run()
+        gradient = self.model.get_parameter("embedding.word_embeddings.weight").grad
+        assert gradient is not None
+        square = gradient.double().square().sum()
+        distributed.all_reduce(square)
+        return Fingerprint(loss=loss.item(), embedding_gradient_norm=square.sqrt().item())
+
+
+def _iterations(
+    device: torch.device, variants: Sequence[Variant], sizes: Sizes, dtype: torch.dtype
+) -> dict[str, _Iteration]:
+    generator = torch.Generator().manual_seed(_SEED)
+    text = torch.randint(
+        sizes.vocabulary, (sizes.micro_batch, sizes.sequence + 1), generator=generator
+    ).to(device)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    weights: dict[bool, Mapping[str, Tensor]] = {}
+    iterations = {}
+    for variant in variants:
+        model: nn.Module
+        loss_of: LossOf
+        if variant.layers is not None:
+            model = _gpt_model(variant, sizes, dtype)
+            loss_of = partial(_gpt_loss, model)
+            weights[variant.low_rank] = dict(model.named_parameters())
+        else:
+            model = PlainLlama(sizes, _NORM_EPS, low_rank=variant.low_rank).to(device, dtype)
+            model.load_state_dict(weights[variant.low_rank])
+            loss_of = model
+        iterations[variant.key] = _Iteration(model, loss_of, tokens, labels)
+    return iterations
+
+
+def _gpt_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    losses: Tensor = model(tokens, positions, None, labels=labels)
+    return losses.mean()
+
+
+def _gpt_model(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
+    """Megatron's `GPTModel` with our layers; its weights depend on `variant.low_rank` alone."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from boost_layers.specs import low_rank_spec
+    from boost_layers.vocabulary import initialize_vocabulary
+
+    assert variant.layers is not None
+    group = ProcessGroupCollection.use_mpu_process_groups(["tp"]).tp
+    fields: dict[str, Any] = {
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": _NORM_EPS,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": group.size(),
+        "sequence_parallel": variant.sequence_parallel and group.size() > 1,
+        "gradient_accumulation_fusion": False,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "pipeline_dtype": dtype,
+    }
+    config = TransformerConfig(**fields)
+    model = GPTModel(
+        config,
+        low_rank_spec(config, replace(variant.layers, rank=sizes.rank, seed=_SEED)),
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=sizes.sequence,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    initialize_vocabulary(model, config, sizes.vocabulary, _SEED, group)
+    return model

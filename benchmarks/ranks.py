@@ -1,0 +1,95 @@
+"""Starts a benchmark's ranks on this machine and collects what they return.
+
+A rank runs on one thread, and all ranks talk over gloo on the loopback (CPU) or over NCCL, one GPU
+each (CUDA).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed, multiprocessing
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # gloo looks up the machine's name otherwise, and that need not resolve.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # glibc would give large blocks back to the kernel and take them anew, page fault by page fault,
+    # in every step. It shall keep them in one heap, as torch keeps a GPU's memory.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, device_type: str, *args: Any
+) -> list[Any]:
+    """Call `function(device, *args)` on `world_size` ranks with a process group around it.
+
+    Args:
+        function: a function at the top level of an importable module.
+        world_size: the number of ranks; as many GPUs are there on CUDA.
+        device_type: "cpu" or "cuda".
+        args: travel by pickle, as the results do.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: with the traceback of the rank that failed
+            first; the others have been ended.
+    """
+    environment = _ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {})
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        # Threads and heap are set up before a rank's first line of Python runs.
+        with mock.patch.dict(os.environ, environment):
+            multiprocessing.spawn(
+                _rank_main,
+                (world_size, device_type, Path(folder), function, args),
+                nprocs=world_size,
+            )
+        return [pickle.loads(_result(Path(folder), r).read_bytes()) for r in range(world_size)]
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}"
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    device_type: str,
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    # Megatron names every optional package that it does without.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world_size,
+    )
+    try:
+        _result(folder, rank).write_bytes(pickle.dumps(function(device, *args)))
+    finally:
+        distributed.destroy_process_group()

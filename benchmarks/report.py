@@ -1,0 +1,204 @@
+"""From the recorded steps of `iteration.py` to its numbers, its table and its files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from benchmarks.harness import (
+    MINOR_FAULTS_ALLOWED,
+    Step,
+    Summary,
+    percentile,
+    round_ratios,
+    summarise,
+)
+from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Variant
+
+# For the full sizes in fp32 on CPU, TP 2 over gloo's loopback.
+TARGETS = {"full_rank_over_btp": 1.55, "vanilla_over_btp": 1.3}
+GUARD_LIMIT = 1.03
+"""How long our layers may take at TP 1, in iterations of plain PyTorch."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The time of the fastest of some baselines over that of the variant they are compared with;
+    None where one of the two was not measured."""
+
+    counted: Variant | None
+    """The fastest baseline."""
+    value: float | None
+    """Of the medians."""
+    p20: float | None
+    p80: float | None
+    """Percentiles of the ratio within single rounds."""
+
+
+def ratio(steps: Sequence[Step], baselines: Iterable[Variant], variant: Variant) -> Ratio:
+    """The fastest of `baselines`, of those that have steps that count, over `variant`."""
+    medians = {
+        baseline: median
+        for baseline in baselines
+        if (median := summarise(steps, baseline.key).median_ms) is not None
+    }
+    own = summarise(steps, variant.key).median_ms
+    if not medians or own is None:
+        return Ratio(None, None, None, None)
+    counted = min(medians, key=medians.__getitem__)
+    rounds = round_ratios(steps, counted.key, variant.key)
+    return Ratio(counted, medians[counted] / own, percentile(rounds, 20), percentile(rounds, 80))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run of the benchmark: what was measured, where, and every recorded step."""
+
+    settings: Mapping[str, object]
+    machine: Mapping[str, str]
+    variants: Sequence[Variant]
+    tokens: int
+    """Of one iteration."""
+    targets_apply: bool
+    """Whether the run has the settings that `TARGETS` and `GUARD_LIMIT` are for."""
+    steps: Sequence[Step]
+
+    def answers(self) -> dict[str, Ratio]:
+        """The benchmark's question, by result key."""
+        return {
+            "full_rank_over_btp": ratio(self.steps, FULL_RANK, BTP),
+            "vanilla_over_btp": ratio(self.steps, VANILLA, BTP),
+        }
+
+    def guards(self) -> dict[str, tuple[Ratio, bool | None]]:
+        """Our layers over plain PyTorch and whether that is within the limit (None where that is
+        not judged), by result key."""
+        result = {}
+        for ours, plain in GUARDS:
+            found = ratio(self.steps, [ours], plain)
+            within = None
+            if self.targets_apply and found.value is not None:
+                within = found.value <= GUARD_LIMIT
+            result[f"{ours.key}_over_plain"] = found, within
+        return result
+
+    def flat(self) -> dict[str, object]:
+        """Everything under flat keys with their units; None is what was not measured."""
+        result: dict[str, object] = {}
+        for key, found in self.answers().items():
+            result |= _flat_ratio(key, found)
+            result[f"{key}_counted"] = found.counted.key if found.counted else None
+            if self.targets_apply:
+                result[f"{key}_target"] = TARGETS[key]
+        for key, (found, within) in self.guards().items():
+            result |= _flat_ratio(key, found)
+            result[f"{key}_within_3_percent"] = within
+        for variant in self.variants:
+            summary = summarise(self.steps, variant.key)
+            result |= {
+                f"{variant.key}_ms": summary.median_ms,
+                f"{variant.key}_p20_ms": summary.p20_ms,
+                f"{variant.key}_p80_ms": summary.p80_ms,
+                f"{variant.key}_tokens_per_second": self._tokens_per_second(summary),
+                f"{variant.key}_exposed_communication_seconds": (
+                    summary.exposed_communication_seconds
+                ),
+                f"{variant.key}_steps": summary.steps,
+                f"{variant.key}_dropped_steps": summary.dropped,
+            }
+        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
+        return result | dict(self.settings) | machine
+
+    def markdown(self) -> str:
+        """The result for people, as a Markdown page."""
+        sections = [
+            "# One training iteration: full-rank and vanilla low-rank over BTP",
+            _table(
+                ["ratio of medians", "value", "p20", "p80", "the baseline", "target"],
+                self._answer_rows(),
+            ),
+            _table(
+                ["", "ms", "p20", "p80", "tokens/s", "exposed comm. s", "dropped steps"],
+                self._variant_rows(),
+            ),
+            _table(
+                ["guard against slow baselines", "over plain PyTorch", "within 3 %"],
+                self._guard_rows(),
+            ),
+            f"A step is dropped for more than {MINOR_FAULTS_ALLOWED} minor page faults or any "
+            "major one on a rank. How it is measured, and how to read it: benchmarks/README.md.",
+            _table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
+            _table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+        ]
+        return "\n\n".join(sections) + "\n"
+
+    def csv(self) -> str:
+        """Every recorded step, one a line, with whether it counts."""
+        text = io.StringIO()
+        names = [*(field.name for field in fields(Step)), "counts"]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(step) | {"counts": step.counts} for step in self.steps)
+        return text.getvalue()
+
+    def _tokens_per_second(self, summary: Summary) -> float | None:
+        return self.tokens / summary.median_ms * 1000.0 if summary.median_ms else None
+
+    def _answer_rows(self) -> Iterable[list[str]]:
+        for key, found in self.answers().items():
+            yield [
+                key,
+                _number(found.value, ".2f"),
+                _number(found.p20, ".2f"),
+                _number(found.p80, ".2f"),
+                found.counted.title if found.counted else "",
+                f"at least {TARGETS[key]:g}" if self.targets_apply else "none at these settings",
+            ]
+
+    def _variant_rows(self) -> Iterable[list[str]]:
+        for variant in self.variants:
+            summary = summarise(self.steps, variant.key)
+            yield [
+                variant.title,
+                _number(summary.median_ms, ".0f"),
+                _number(summary.p20_ms, ".0f"),
+                _number(summary.p80_ms, ".0f"),
+                _number(self._tokens_per_second(summary), ",.0f"),
+                _number(summary.exposed_communication_seconds, ".3f"),
+                f"{summary.dropped} of {summary.steps}",
+            ]
+
+    def _guard_rows(self) -> Iterable[list[str]]:
+        words = {True: "yes", False: "NO", None: "not judged"}
+        for (ours, _), (found, within) in zip(GUARDS, self.guards().values(), strict=True):
+            yield [ours.title, _number(found.value, ".3f"), words[within]]
+
+
+def _flat_ratio(key: str, found: Ratio) -> dict[str, object]:
+    return {key: found.value, f"{key}_p20": found.p20, f"{key}_p80": found.p80}
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not measured" if value is None else format(value, form)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def write_new(folder: Path, stem: str, contents: Mapping[str, str]) -> list[Path]:
+    """Write `contents`, text by suffix, to `folder`/`stem`…; where such a file exists already the
+    stem gets a number instead. Returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stems = itertools.chain([stem], (f"{stem}.{number}" for number in itertools.count(2)))
+    free = next(s for s in stems if not any((folder / f"{s}{end}").exists() for end in contents))
+    paths = [folder / f"{free}{end}" for end in contents]
+    for path, text in zip(paths, contents.values(), strict=True):
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    return paths

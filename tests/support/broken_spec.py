@@ -1,0 +1,3 @@
+"""A module with a layer spec that does not import."""
+
+import no_such_package  # noqa: F401

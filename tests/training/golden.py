@@ -1,0 +1,49 @@
+"""Seeded loss curves, kept in `golden/` so that a change of the numbers is seen and meant.
+
+    python -m tests.training.golden
+
+writes them anew; commit that with the reason why the numbers changed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.runs import losses, train
+
+FOLDER = Path(__file__).parent / "golden"
+STEPS = 10
+# With Adam's default ε the rounding of one processor would decide steps of another's.
+COMMON = f"--train-iters {STEPS} --adam-eps 1e-5"
+RUNS = {
+    "cola_btp": (2, "--low-rank-arch cola --tensor-model-parallel-size 2"),
+    "cola_vanilla": (
+        2,
+        "--low-rank-arch cola --low-rank-tp vanilla --tensor-model-parallel-size 2",
+    ),
+    "dense": (2, "--low-rank-arch dense --tensor-model-parallel-size 2 --sequence-parallel"),
+    "none": (1, "--low-rank-arch none"),
+}
+"""Ranks and flags, beside those of `tests.support.runs`."""
+
+
+def curves(name: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of a run by step."""
+    ranks, flags = RUNS[name]
+    results = train(f"{COMMON} {flags}", ranks)
+    return {"loss": losses(results), "grad_norm": results[0]["exact_grad_norm"]}
+
+
+def stored(name: str) -> dict[str, list[float]]:
+    """What `curves` gave when it was last written."""
+    values: dict[str, list[float]] = json.loads((FOLDER / f"{name}.json").read_text())
+    return values
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in RUNS:
+        text = json.dumps(curves(name), indent=2) + "\n"
+        (FOLDER / f"{name}.json").write_text(text)
+        print(f"wrote {name}")

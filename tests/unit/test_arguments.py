@@ -1,0 +1,518 @@
+"""What a user sees of a command line that cannot be run, and what is added to one that can.
+
+Megatron keeps a run's arguments in globals, so command lines are tried on a rank of their own, many
+in a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.boost import launch
+from tests.support.distributed import run_ranks
+from tests.support.runs import DATA, MODEL, TRAINING
+
+REPOSITORY = Path(__file__).parents[2]
+ACCEPTED = "accepted"
+
+COLA = "--low-rank-arch cola"
+DENSE = "--low-rank-arch dense"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+VANILLA = f"{COLA} --low-rank-tp vanilla {TP2}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A command line, how the message about it begins and ends, and one with what it proposes."""
+
+    flags: str
+    beginning: str
+    proposal: str
+    legal: str | None
+    """The flags corrected as proposed; None where the proposal is no other value."""
+    ranks: int = 1
+
+
+SIZES = [
+    Refusal(
+        f"{COLA} {TP2} --num-attention-heads 5 --hidden-size 40",
+        "--num-attention-heads 5: are split over --tensor-model-parallel-size 2",
+        "6",
+        f"{COLA} {TP2} --num-attention-heads 6 --hidden-size 48",
+        2,
+    ),
+    Refusal(
+        f"{COLA} {TP2} --ffn-hidden-size 49",
+        "--ffn-hidden-size 49: is split over --tensor-model-parallel-size 2",
+        "50",
+        f"{COLA} {TP2} --ffn-hidden-size 50",
+        2,
+    ),
+    Refusal(
+        f"{COLA} {TP2} --hidden-size 33 --kv-channels 8",
+        "--hidden-size 33: is split over --tensor-model-parallel-size 2",
+        "34",
+        f"{COLA} {TP2} --hidden-size 34 --kv-channels 8",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --hidden-size 36",
+        "--hidden-size 36: must be a multiple of 2 times --num-attention-heads 4",
+        "40 (or set --kv-channels)",
+        f"{COLA} --hidden-size 40",
+    ),
+    Refusal(f"{COLA} --kv-channels 7", "--kv-channels 7: ", "8", f"{COLA} --kv-channels 8"),
+    Refusal(
+        f"{COLA} {TP2} --seq-length 31",
+        "--seq-length 31: is split at the borders over --tensor-model-parallel-size 2",
+        "32",
+        f"{COLA} {TP2} --seq-length 32",
+        2,
+    ),
+    Refusal(
+        f"{DENSE} {TP2} --seq-length 31 --sequence-parallel",
+        "--seq-length 31: with --sequence-parallel it is split over",
+        "32",
+        f"{DENSE} {TP2} --seq-length 32 --sequence-parallel",
+        2,
+    ),
+    Refusal(
+        f"{COLA} {TP2} --group-query-attention --num-query-groups 1",
+        "--num-query-groups 1: must divide --num-attention-heads 4 and are split over "
+        "--tensor-model-parallel-size 2",
+        "2",
+        f"{COLA} {TP2} --group-query-attention --num-query-groups 2",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --group-query-attention --num-query-groups 3",
+        "--num-query-groups 3: must divide --num-attention-heads 4",
+        "2",
+        f"{COLA} --group-query-attention --num-query-groups 2",
+    ),
+    Refusal(
+        f"{VANILLA} --low-rank-rank 7",
+        "--low-rank-rank 7: vanilla tensor parallelism splits the rank over "
+        "--tensor-model-parallel-size 2",
+        "8",
+        f"{VANILLA} --low-rank-rank 8",
+        2,
+    ),
+    Refusal(
+        f"{VANILLA} --low-rank-ratio 0.22",
+        "--low-rank-ratio 0.22 (rank 7): vanilla",
+        "--low-rank-rank 8",
+        f"{VANILLA} --low-rank-rank 8",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --low-rank-mlp-rank 40",
+        "--low-rank-mlp-rank 40: larger than",
+        "32",
+        f"{COLA} --low-rank-mlp-rank 32",
+    ),
+    Refusal(
+        f"{COLA} --low-rank-rank 0",
+        "--low-rank-rank 0: a rank is a positive integer",
+        "1",
+        f"{COLA} --low-rank-rank 1",
+    ),
+    Refusal(
+        f"{COLA} --low-rank-ratio 1.5",
+        "--low-rank-ratio 1.5: must lie above 0 and not above 1",
+        "1.0",
+        f"{COLA} --low-rank-ratio 1.0",
+    ),
+    Refusal(
+        f"{COLA} {PP2} --num-layers 3",
+        "--num-layers 3: is split over 2 pipeline stages",
+        "4",
+        f"{COLA} {PP2} --num-layers 4",
+        2,
+    ),
+    Refusal(
+        f"{COLA} {PP2} --num-layers 6 --num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers 6: is split over 2 pipeline stages in chunks of 2 layers",
+        "8",
+        f"{COLA} {PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --num-layers 0", "--num-layers 0: must be positive", "1", f"{COLA} --num-layers 1"
+    ),
+    Refusal(
+        f"{COLA} {TP2} {PP2}",
+        "--tensor-model-parallel-size 2 times --pipeline-model-parallel-size 2: does not divide "
+        "the 3 ranks of this run",
+        "start 4 ranks",
+        None,
+        3,
+    ),
+]
+WORDS = [
+    Refusal(
+        f"{COLA} --low-rank-rato 0.5",
+        "--low-rank-rato: no such flag",
+        "--low-rank-ratio",
+        f"{COLA} --low-rank-ratio 0.5",
+    ),
+    Refusal(
+        f"{COLA} --tensor-parallel-size 2",
+        "--tensor-parallel-size: no such flag",
+        "--tensor-model-parallel-size",
+        f"{COLA} --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        "--low-rank-arch colla",
+        "--low-rank-arch colla: legal values are none, dense, cola",
+        "cola",
+        COLA,
+    ),
+    Refusal(
+        f"{COLA} --lr-decay-style cosin",
+        "--lr-decay-style cosin: legal values are ",
+        "cosine",
+        f"{COLA} --lr-decay-style cosine",
+    ),
+    Refusal(
+        f"{DENSE} --low-rank-act silu",
+        "--low-rank-act silu: ",
+        "auto",
+        f"{DENSE} --low-rank-act auto",
+    ),
+    Refusal(
+        f"{COLA} --hidden-dropout 0.1",
+        "--hidden-dropout 0.1: low-rank layers have no dropout",
+        "0.0",
+        f"{COLA} --hidden-dropout 0.0",
+    ),
+    Refusal(
+        f"{COLA} --attention-dropout 0.1",
+        "--attention-dropout 0.1: low-rank layers have no dropout",
+        "0.0",
+        f"{COLA} --attention-dropout 0.0",
+    ),
+    Refusal(
+        "--low-rank-rank 8",
+        "--low-rank-rank: has no effect on Megatron's own layers (--low-rank-arch none)",
+        "--low-rank-arch cola",
+        f"{COLA} --low-rank-rank 8",
+    ),
+    Refusal(
+        "--core-attention sdpa",
+        "--core-attention: has no effect on Megatron's own layers",
+        "--low-rank-arch cola",
+        f"{COLA} --core-attention sdpa",
+    ),
+    Refusal(f"{VANILLA} --sequence-parallel", "--sequence-parallel: ", "leave it out", VANILLA, 2),
+    Refusal(
+        f"{COLA} --core-attention te",
+        "--core-attention te: Transformer Engine is not installed",
+        "sdpa",
+        f"{COLA} --core-attention sdpa",
+    ),
+    Refusal(
+        f"{COLA} --spec boost_layers.specs gpt_spec",
+        "--spec boost_layers.specs gpt_spec: --low-rank-arch cola brings its own spec",
+        "leave --spec out",
+        COLA,
+    ),
+    Refusal(f"{COLA} --yaml-cfg run.yaml", "--yaml-cfg: ", "leave it out and pass flags", COLA),
+]
+# The named feature, and what stands for it where that is not to leave it out.
+FEATURES = {
+    "--add-qkv-bias": "",
+    "--apply-layernorm-1p": "",
+    "--apply-query-key-layer-scaling": "",
+    "--apply-residual-connection-post-layernorm": "",
+    "--attention-output-gate": "",
+    "--context-parallel-size 2": "--context-parallel-size 1",
+    "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 0",
+    "--cuda-graph-impl local": "--cuda-graph-impl none",
+    "--fp16": "--bf16",
+    "--fp8-format hybrid": "--bf16",
+    "--glu-linear-offset 1": "--glu-linear-offset 0",
+    "--hybrid-layer-pattern M*": "",
+    "--log-throughput": "",
+    "--mtp-num-layers 1": "",
+    "--multi-latent-attention": "",
+    "--no-rope-freq 2": "",
+    "--normalization LayerNorm": "--normalization RMSNorm",
+    "--num-experts 4": "",
+    "--position-embedding-type learned_absolute": "--position-embedding-type rope",
+    "--qk-l2-norm": "",
+    "--qk-layernorm": "",
+    "--recompute-granularity selective --recompute-modules mlp": (
+        "--recompute-granularity selective --recompute-modules core_attn"
+    ),
+    "--reset-attention-mask": "",
+    "--softmax-type learnable": "--softmax-type vanilla",
+    "--use-mup": "",
+    "--window-size 16,0": "",
+}
+
+
+def answers(command_lines: list[tuple[int, list[str]]]) -> list[tuple[str, float]]:
+    """For each number of ranks and command line the refusal or `ACCEPTED`, and the seconds of
+    processor time that it took; no process group may be made meanwhile."""
+    from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
+    from megatron.boost.patches import apply_always
+
+    result = []
+    with megatron_on_cpu(), apply_always(), no_process_group():
+        from megatron.training.global_vars import unset_global_variables
+
+        from megatron.boost.training import configure
+
+        for ranks, flags in command_lines:
+            os.environ["WORLD_SIZE"] = str(ranks)
+            begin = time.process_time()
+            try:
+                configure(with_cpu_flags(flags))
+                answer = ACCEPTED
+            except ValueError as refusal:
+                answer = str(refusal)
+            result.append((answer, time.process_time() - begin))
+            unset_global_variables()
+    return result
+
+
+def no_process_group() -> Any:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process group was made")
+
+    return mock.patch("torch.distributed.init_process_group", forbidden)
+
+
+def ask(*command_lines: tuple[int, str]) -> list[tuple[str, float]]:
+    """`answers` to our small model with these flags."""
+    given = [(n, [*MODEL, *DATA, *TRAINING, *flags.split()]) for n, flags in command_lines]
+    (result,) = run_ranks(answers, 1, given, init_process_group=False)
+    return result
+
+
+def check(cases: list[Refusal], found: list[tuple[str, float]]) -> None:
+    for case, (answer, seconds) in zip(cases, found, strict=True):
+        assert answer.startswith(case.beginning), case.flags
+        assert answer.endswith(
+            (f"; nearest legal value: {case.proposal}", f"; the nearest is {case.proposal}")
+        ), answer
+        assert seconds < 2, case.flags
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
+    check(SIZES, ask(*((case.ranks, case.flags) for case in SIZES)))
+
+
+def test_words_and_settings_are_refused_with_the_nearest_legal_ones() -> None:
+    check(WORDS, ask(*((case.ranks, case.flags) for case in WORDS)))
+
+
+@pytest.mark.slow
+def test_what_is_proposed_is_accepted() -> None:
+    cases = [case for case in SIZES + WORDS if case.legal is not None]
+    found = ask(*((case.ranks, str(case.legal)) for case in cases))
+    for case, (answer, _) in zip(cases, found, strict=True):
+        assert answer == ACCEPTED, case.legal
+
+
+@pytest.mark.slow
+def test_features_that_a_llama_block_has_not_are_refused_by_name() -> None:
+    found = ask(*((2 if "context" in feature else 1, f"{COLA} {feature}") for feature in FEATURES))
+    instead = ask(*((1, f"{COLA} {legal}") for legal in FEATURES.values()))
+    for (feature, legal), (answer, seconds), (other, _) in zip(
+        FEATURES.items(), found, instead, strict=True
+    ):
+        flag = feature.split()[-2 if " " in feature else -1]
+        assert re.match(rf"{flag}\b.*: not supported by --low-rank-arch cola", answer), feature
+        word = legal.split()[-1] if legal else "leave it out"
+        assert answer.endswith(f"; nearest legal value: {word}"), answer
+        assert seconds < 2
+        assert other == ACCEPTED, legal
+
+
+@pytest.mark.slow
+def test_a_block_that_is_no_llama_block_is_refused() -> None:
+    """Flags that the small model's own exclude."""
+
+    def without(flag: str) -> list[str]:
+        return [word for word in [*MODEL, *DATA, *TRAINING, *COLA.split()] if word != flag]
+
+    command_lines = [(1, without("--disable-bias-linear")), (1, without("--swiglu"))]
+    (found,) = run_ranks(answers, 1, command_lines, init_process_group=False)
+    assert [answer for answer, _ in found] == [
+        "--add-bias-linear: not supported by --low-rank-arch cola; "
+        "nearest legal value: pass --disable-bias-linear",
+        "an MLP without a gate: not supported by --low-rank-arch cola; "
+        "nearest legal value: pass --swiglu",
+    ]
+
+
+@pytest.mark.slow
+def test_other_refusals_name_what_is_wrong() -> None:
+    cases = {
+        "--spec no_such_module spec": "--spec no_such_module spec: cannot be imported: No module",
+        "--spec boost_layers.specs no_spec": "module boost_layers.specs has no no_spec",
+        "--spec local": "--spec local: takes two values",
+        f"{COLA} --low-rank-ratio half": "--low-rank-ratio: invalid float value: 'half'",
+        f"{COLA} --low-rank-rank": "--low-rank-rank: expected one argument",
+        f"{COLA} stray": "stray: stands where a flag is expected",
+        f"{COLA} --transformer-impl transformer_engine": "nearest legal value: local",
+        "--sft": "--sft: this script pre-trains on indexed or mock data only",
+        # Megatron's own words, one with a message, one without.
+        f"{COLA} --max-position-embeddings 16": "Megatron refuses these flags: max_position_emb",
+        "--hidden-size 30": "Megatron refuses these flags: assert args.hidden_size % ",
+        f"{COLA} --squared-relu": "Megatron refuses these flags: assert not args.swiglu",
+    }
+    for (flags, expected), (answer, seconds) in zip(
+        cases.items(), ask(*((1, flags) for flags in cases)), strict=True
+    ):
+        assert expected in answer, flags
+        assert seconds < 2
+
+
+def test_data_that_is_not_there_is_refused_with_the_nearest_that_is(tmp_path: Path) -> None:
+    (tmp_path / "corpus_text_document.idx").touch()
+    real_data = [word for word in DATA if word != "--mock-data"]
+
+    def answer(path: Path) -> str:
+        flags = [*MODEL, *real_data, *TRAINING, *COLA.split(), "--data-path", str(path)]
+        ((found, _),) = run_ranks(answers, 1, [(1, flags)], init_process_group=False)[0]
+        return found
+
+    prefix = tmp_path / "corpus_text"
+    assert answer(prefix) == (
+        f"--data-path {prefix}: there is no {prefix}.idx; the nearest is {prefix}_document"
+    )
+    half = tmp_path / "corpus_text_document"
+    assert answer(half).startswith(f"--data-path {half}: there is no {half}.bin")
+
+
+def prepared(command_lines: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+    from megatron.boost.arguments import prepare
+
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"):
+        return [prepare(flags) for flags in command_lines]
+
+
+def test_what_a_low_rank_model_needs_is_added_and_said() -> None:
+    model = [*MODEL, *DATA, *TRAINING]
+    own = "--hidden-dropout 0 --attention-dropout=0 --sequence-parallel".split()
+    tp2 = [*model, *TP2.split(), *COLA.split()]
+    command_lines = [
+        model,
+        tp2,
+        [*tp2, *own],
+        [*model, *DENSE.split(), "--use-distributed-optimizer"],
+    ]
+    (found,) = run_ranks(prepared, 1, command_lines, init_process_group=False)
+    none, cola, nothing, dense = found
+
+    assert none == (model, [])
+    dropout = ["--hidden-dropout", "0.0", "--attention-dropout", "0.0"]
+    assert cola[0] == [*command_lines[1], *dropout, "--sequence-parallel"]
+    assert len(cola[1]) == 2
+    assert cola[1][0].startswith("dropout: 0")
+    assert cola[1][1].startswith("sequence parallelism: on")
+    assert nothing == (command_lines[2], [])
+    assert dense[0] == [*command_lines[3], *dropout, "--dist-ckpt-optim-fully-reshardable"]
+
+
+# The script as a user starts it.
+
+
+def test_a_missing_device_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        assert launch.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --device cuda: there is no CUDA device; nearest legal value: cpu\n"
+    )
+
+
+def main_here(flags: list[str]) -> tuple[int, str]:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        mock.patch("megatron.boost.launch._AFTER_RANK_0_SECONDS", 0),
+        no_process_group(),
+    ):
+        code = launch.main(flags)
+    return code, errors.getvalue()
+
+
+def test_one_of_the_ranks_says_it() -> None:
+    flags = [*MODEL, *DATA, *TRAINING, *f"{COLA} {TP2} --seq-length 31".split()]
+    first, second = run_ranks(main_here, 2, flags, init_process_group=False)
+
+    assert first[0] == second[0] == 2
+    assert re.fullmatch("error: --seq-length 31: .*; nearest legal value: 32\n", first[1])
+    assert second[1] == ""
+
+
+def run_script(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *MODEL, *DATA, *TRAINING, *flags.split()],
+        cwd=REPOSITORY,
+        # A process group would wait for its ranks there until this times out.
+        env={**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.255.255.1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_script_refuses_in_one_line_with_exit_code_2() -> None:
+    run = run_script(f"{COLA} {TP2} --num-attention-heads 1", RANK="0", MASTER_PORT="29400")
+
+    assert run.returncode == 2
+    assert run.stderr == (
+        "error: --num-attention-heads 1: are split over --tensor-model-parallel-size 2; "
+        "nearest legal value: 2\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ("--low-rank-arch colla", "--low-rank-arch colla: legal values are none, dense, cola;"),
+        (f"{COLA} --fp16", "--fp16: not supported by --low-rank-arch cola;"),
+        (
+            "--spec tests.support.broken_spec gpt_spec",
+            "--spec tests.support.broken_spec gpt_spec: cannot be imported: No module named",
+        ),
+    ],
+)
+def test_the_script_refuses_before_any_process_group(flags: str, error: str) -> None:
+    run = run_script(flags, RANK="0", MASTER_PORT="29400")
+
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"error: {error}")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_line_of_rank_0_is_not_lost() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        + ["--master-port", "0", "pretrain_gpt.py", *MODEL, *DATA, *TRAINING]
+        + f"{COLA} {TP2} --seq-length 31".split(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert len(re.findall("^error: --seq-length 31: .* value: 32$", run.stderr, re.M)) == 1

@@ -1,0 +1,123 @@
+"""From a benchmark's steps to its ratios, its JSON, its table and its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import Report, write_new
+from benchmarks.variants import FULL_SIZES, GUARDS, QUICK_SIZES, strategies
+from tests.unit.test_benchmark_harness import step
+
+MEDIANS = {
+    "btp": 1800.0,
+    "full_rank": 3000.0,
+    "full_rank_sequence_parallel": 2900.0,
+    "vanilla_sliced": 2600.0,
+    "vanilla_replicated": 2700.0,
+    "tp1_full_rank": 5100.0,
+    "tp1_full_rank_plain": 5000.0,
+    "tp1_low_rank": 3100.0,
+    "tp1_low_rank_plain": 3000.0,
+}
+KEYS = [*(v.key for v in strategies(2)), *(v.key for pair in GUARDS for v in pair)]
+
+
+def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -> Report:
+    """Of three rounds, the times spread by 10 ms."""
+    steps = [
+        step(key, number, ms + spread)
+        for number, spread in enumerate((0.0, 10.0, -10.0))
+        for key, ms in medians.items()
+    ]
+    return Report(
+        settings={"tp": 2, "dtype": "fp32"},
+        machine={"processor": "a processor", "megatron-core": "0.19.2"},
+        variants=[*strategies(2), *(v for pair in GUARDS for v in pair)],
+        tokens=2048,
+        targets_apply=targets_apply,
+        steps=steps,
+    )
+
+
+def test_every_variant_has_its_own_key() -> None:
+    assert sorted(KEYS) == sorted(MEDIANS)
+
+
+def test_the_faster_form_of_a_baseline_counts() -> None:
+    result = report().flat()
+    assert result["full_rank_over_btp"] == pytest.approx(2900 / 1800)
+    assert result["full_rank_over_btp_counted"] == "full_rank_sequence_parallel"
+    assert result["vanilla_over_btp"] == pytest.approx(2600 / 1800)
+    assert result["vanilla_over_btp_counted"] == "vanilla_sliced"
+    assert result["full_rank_over_btp_target"] == 1.55
+
+
+def test_flat_keys_tell_medians_spread_and_speed() -> None:
+    result = report().flat()
+    assert result["btp_ms"] == 1800.0
+    assert result["btp_p20_ms"] == pytest.approx(1794.0)
+    assert result["btp_p80_ms"] == pytest.approx(1806.0)
+    assert result["btp_tokens_per_second"] == pytest.approx(2048 / 1.8)
+    assert result["btp_exposed_communication_seconds"] == 0.01
+    assert (result["btp_steps"], result["btp_dropped_steps"]) == (3, 0)
+    assert result["machine_megatron_core"] == "0.19.2"
+    json.dumps(result)
+
+
+def test_guards_compare_ours_with_plain_pytorch() -> None:
+    result = report().flat()
+    assert result["tp1_full_rank_over_plain"] == pytest.approx(1.02)
+    assert result["tp1_full_rank_over_plain_within_3_percent"] is True
+    assert result["tp1_low_rank_over_plain"] == pytest.approx(3100 / 3000)
+    assert result["tp1_low_rank_over_plain_within_3_percent"] is False
+
+
+def test_other_settings_have_no_targets() -> None:
+    result = report(targets_apply=False).flat()
+    assert "full_rank_over_btp_target" not in result
+    assert result["tp1_low_rank_over_plain_within_3_percent"] is None
+
+
+def test_what_has_no_step_that_counts_is_not_measured() -> None:
+    without = {key: ms for key, ms in MEDIANS.items() if key != "btp"}
+    result = report(without).flat()
+    assert result["full_rank_over_btp"] is None
+    assert result["btp_ms"] is None
+    assert "| BTP | not measured |" in report(without).markdown()
+
+
+def test_the_page_holds_the_answers_and_every_variant() -> None:
+    page = report().markdown()
+    assert "| full_rank_over_btp | 1.61 |" in page
+    assert "| low-rank without grouping, TP 1 | 1.033 | NO |" in page
+    for variant in strategies(2):
+        assert f"| {variant.title} | {MEDIANS[variant.key]:.0f} |" in page
+    assert "| processor | a processor |" in page
+
+
+def test_the_csv_has_every_step() -> None:
+    lines = report().csv().splitlines()
+    assert lines[0].startswith("variant,round_number,milliseconds")
+    assert len(lines) == 1 + 3 * len(MEDIANS)
+    assert lines[1].startswith("btp,0,1800.0") and lines[1].endswith(",True")
+
+
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
+    first = write_new(tmp_path, "run", {".md": "one", ".csv": "1"})
+    second = write_new(tmp_path, "run", {".md": "two", ".csv": "2"})
+    (tmp_path / "run.3.csv").write_text("of somebody else")
+    third = write_new(tmp_path, "run", {".md": "three", ".csv": "3"})
+    assert [path.name for path in first] == ["run.md", "run.csv"]
+    assert [path.name for path in second] == ["run.2.md", "run.2.csv"]
+    assert [path.name for path in third] == ["run.4.md", "run.4.csv"]
+    assert first[0].read_text() == "one"
+
+
+def test_a_single_rank_has_no_second_form_of_a_baseline() -> None:
+    assert [v.key for v in strategies(1)] == ["btp", "full_rank", "vanilla_sliced"]
+
+
+def test_sizes_know_what_divides_them() -> None:
+    assert [tp for tp in range(1, 17) if FULL_SIZES.divisible_by(tp)] == [1, 2, 4, 8, 16]
+    assert QUICK_SIZES.divisible_by(2)
