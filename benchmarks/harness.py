@@ -79,9 +79,9 @@ def measure(
 ) -> list[Step]:
     """This rank's steps of `rounds` rounds of all `variants`; issues one barrier before each step.
 
-    `on_round` is called between the rounds, with the steps of the last one.
+    Exposed communication is measured if the ledger is `timed`. `on_round` is called between the
+    rounds, with the steps of the last one.
     """
-    LEDGER.timed = True
     recorded: list[Step] = []
     for round_number in range(-WARM_UP_ROUNDS, rounds):
         if round_number == 0 and device.type == "cpu":

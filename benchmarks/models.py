@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from benchmarks.harness import Step, measure
 from benchmarks.plain_torch import PlainLlama
 from benchmarks.variants import Sizes, Variant
+from boost_layers.communication import LEDGER
 from megatron.boost.cpu import megatron_on_cpu
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,6 +65,7 @@ def race(
         _require_agreement(
             {v: iterations[v.key].fingerprint() for v in variants}, _TOLERANCES[dtype]
         )
+        LEDGER.timed = True
         return measure(
             {key: iteration.run for key, iteration in iterations.items()},
             rounds,

@@ -150,13 +150,14 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """dx `[n, d]` and dγ `[d]` of `rms_norm` from dy `[n, d]`."""
-    normed = x / rho
-    dgamma = (dy * normed).sum(dim=0)
-    dnormed = dy.to(rho.dtype) * gamma
-    mean = (dnormed * normed).mean(dim=-1, keepdim=True)
-    dx = (dnormed - normed.mul_(mean)).div_(rho)
-    return dx.to(x.dtype), dgamma.to(gamma.dtype)
+    """dx `[n, d]` and dγ `[d]` of `rms_norm` from dy `[n, d]`: with t = dy∘x/ρ in fp32, dγ = Σ_n t
+    and dx = (dy∘γ − x·(t·γ)/(ρ·d))/ρ."""
+    inverse = rho.reciprocal()
+    wide_dy = dy.to(rho.dtype)
+    t = (wide_dy * x).mul_(inverse)
+    c = torch.mv(t, gamma.to(t.dtype)).unsqueeze(1).mul_(inverse).div_(-x.shape[-1])
+    dx = (wide_dy * gamma).addcmul_(x.to(t.dtype), c).mul_(inverse)
+    return dx.to(x.dtype), t.sum(dim=0).to(gamma.dtype)
 
 
 def rotate_half(t: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -89,8 +89,13 @@ def run_tool(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
-    """Write a flat `result` to `path`, under a temporary name first, making its folder."""
+    """Write a flat `result` to `path` as `write_text` does."""
+    write_text(path, json.dumps(result, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, under a temporary name first, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -46,6 +46,7 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
                 # torchrun ends all ranks when the first one ends, which must not be this one.
                 time.sleep(_AFTER_RANK_0_SECONDS)
             return BAD_INPUT
+        _rendezvous_alone()
         with process_group_ended():
             train(plan, started)
     return 0
@@ -59,3 +60,10 @@ def _on_cpu(device: str) -> bool:
     if on_cpu and int(os.environ.get("RANK", "0")) == 0:
         print("> device: cpu (gloo, Megatron's local implementation)", flush=True)
     return on_cpu
+
+
+def _rendezvous_alone() -> None:
+    """Lets a single rank that no launcher started make its process group, at a free port."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")

@@ -155,11 +155,13 @@ def test_without_a_file_it_prints_a_table_once() -> None:
     assert "collectives of this rank" not in second
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_reports_too(tmp_path: Path) -> None:
     values = reported(f"{COLA} --train-iters 4 --exit-interval 1", 1, tmp_path)
     assert values["layer_passes"] == LAYERS * 2
 
 
+@pytest.mark.slow
 def test_without_the_flag_nothing_is_reported() -> None:
     (output,) = run_ranks(printed, 1, f"{COLA} --train-iters 1".split(), init_process_group=False)
     assert "iteration        1/" in output

@@ -42,7 +42,6 @@ def test_demo_trains_compares_and_reports(tmp_path):
     )
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == ""
     result = json.loads((tmp_path / "demo.json").read_text())
     # BTP and vanilla are one model; 20 steps of fp32 rounding lie between them.
     assert result["cola_vanilla_loss"] == pytest.approx(result["cola_btp_loss"], rel=1e-4)

@@ -49,6 +49,7 @@ def slow(*values: Any, id: str) -> Any:
 LAYOUTS = [
     slow(COLA, TP2, 2, id="btp-tp2"),
     slow(COLA, f"{TP2.replace('2', '4')}", 4, id="btp-tp4"),
+    slow(COLA, f"{TP2} --use-cpu-initialization", 2, id="btp-tp2-cpu-initialization"),
     slow(COLA, PP2, 2, id="btp-pp2"),
     slow(COLA, INTERLEAVED, 2, id="btp-interleaved"),
     slow(COLA, f"{TP2} {PP2}", 4, id="btp-tp2-pp2"),

@@ -11,7 +11,7 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 LAYOUTS = [
-    pytest.param(1, DROPOUT, id="tp1"),
+    pytest.param(1, DROPOUT, id="tp1", marks=pytest.mark.slow),
     pytest.param(2, f"--tensor-model-parallel-size 2 {DROPOUT} --sequence-parallel", id="tp2-sp"),
     pytest.param(
         2, f"--tensor-model-parallel-size 2 {NO_DROPOUT}", id="tp2", marks=pytest.mark.slow

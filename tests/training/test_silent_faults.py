@@ -213,6 +213,7 @@ def padded_tokens_unmasked() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one() -> None:
     results = train(f"{COLA} {TP2} {SHORT}", 2)
     assert relative_difference(losses(results), losses(one_rank())) <= 2e-6
@@ -277,6 +278,24 @@ def every_chunk_converts() -> Iterator[None]:
         mock.patch.object(BtpProjections, "enter", eager),
     ):
         yield
+
+
+@contextmanager
+def no_context_returned() -> Iterator[None]:
+    from boost_layers.layer import LowRankLayer
+
+    forward = LowRankLayer.forward
+    with mock.patch.object(LowRankLayer, "forward", lambda *a, **k: forward(*a, **k)[0]):
+        yield
+
+
+@pytest.mark.slow
+def test_a_layer_of_another_calling_convention_is_taken_apart() -> None:
+    with pytest.raises(RankFailure, match="too many values to unpack"):
+        train(f"{COLA} --train-iters 1", before=no_context_returned)
+    # A tensor of two positions is unpacked as if it were the two results.
+    with pytest.raises(RankFailure, match="Error"):
+        train(f"{COLA} --train-iters 1 --seq-length 2", before=no_context_returned)
 
 
 def test_a_stage_that_hands_over_a_view_fails_in_the_schedule() -> None:

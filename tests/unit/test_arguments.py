@@ -388,17 +388,17 @@ def test_data_that_is_not_there_is_refused_with_the_nearest_that_is(tmp_path: Pa
     (tmp_path / "corpus_text_document.idx").touch()
     real_data = [word for word in DATA if word != "--mock-data"]
 
-    def answer(path: Path) -> str:
-        flags = [*MODEL, *real_data, *TRAINING, *COLA.split(), "--data-path", str(path)]
-        ((found, _),) = run_ranks(answers, 1, [(1, flags)], init_process_group=False)[0]
-        return found
+    model = [*MODEL, *real_data, *TRAINING, *COLA.split()]
+    prefixes = [tmp_path / "corpus_text", tmp_path / "corpus_text_document"]
 
-    prefix = tmp_path / "corpus_text"
-    assert answer(prefix) == (
-        f"--data-path {prefix}: there is no {prefix}.idx; the nearest is {prefix}_document"
-    )
-    half = tmp_path / "corpus_text_document"
-    assert answer(half).startswith(f"--data-path {half}: there is no {half}.bin")
+    command_lines = [(1, [*model, "--data-path", str(prefix)]) for prefix in prefixes]
+    (found,) = run_ranks(answers, 1, command_lines, init_process_group=False)
+
+    near, half = prefixes
+    assert [answer for answer, _ in found] == [
+        f"--data-path {near}: there is no {near}.idx; the nearest is {half}",
+        f"--data-path {half}: there is no {half}.bin; the nearest is {half}",
+    ]
 
 
 def prepared(command_lines: list[list[str]]) -> list[tuple[list[str], list[str]]]:
@@ -506,8 +506,8 @@ def test_the_script_refuses_before_any_process_group(flags: str, error: str) -> 
 @pytest.mark.slow
 def test_under_torchrun_the_line_of_rank_0_is_not_lost() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        + ["--master-port", "0", "pretrain_gpt.py", *MODEL, *DATA, *TRAINING]
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + ["pretrain_gpt.py", *MODEL, *DATA, *TRAINING]
         + f"{COLA} {TP2} --seq-length 31".split(),
         cwd=REPOSITORY,
         capture_output=True,

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron.boost.demo.curves import loss_figure, save_png, smoothed, svg
+from megatron.boost.demo.launch import TrainingFailed
 from megatron.boost.demo.recipe import COLA_BTP, COLA_VANILLA, FULL_RANK, STRATEGIES, Recipe
 from megatron.boost.demo.report import html_report
 from megatron.boost.demo.results import flat_results, read_result
@@ -60,7 +61,7 @@ def test_a_run_that_lacks_a_part_is_no_result(tmp_path):
         log = TrainingLog()
         for line in output:
             log.feed(line)
-        with pytest.raises(ValueError, match=f"CoLA, BTP: .*{missing}"):
+        with pytest.raises(TrainingFailed, match=f"CoLA, BTP: .*{missing}"):
             read_result(COLA_BTP, Recipe(steps=STEPS), log, report)
 
 

@@ -59,6 +59,7 @@ def test_demo_leaves_table_report_picture_and_logs(checkout):
 
     assert result["cola_btp_loss"] == pytest.approx(4.25, abs=1e-4)
     assert result["cola_vanilla_validation_loss"] == 4.5
+    assert 0 < result["seconds"] < 300
     assert result["machine_python"] == sys.version.split()[0]
     for strategy in STRATEGIES:
         assert f"{strategy.title}: step 4/{STEPS}, loss 7.700, 20,480 tokens/s" in text

@@ -48,7 +48,7 @@ class Recipe:
     warmup_share: float = 0.1
     weight_decay: float = 0.1
     clip: float = 1.0
-    validation_batches: int = 40
+    validation_batches: int = 20
     seed: int = 1234
 
     @property

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.boost.demo.launch import TrainingFailed
 from megatron.boost.demo.recipe import Recipe, Strategy
 from megatron.boost.training_log import TrainingLog
 
@@ -52,13 +53,13 @@ class Result:
 
 
 def read_result(strategy: Strategy, recipe: Recipe, log: TrainingLog, report: Path) -> Result:
-    """The result of a finished run. Raises `ValueError` when its output lacks a part."""
+    """The result of a finished run. Raises `TrainingFailed` when its log lacks a part."""
     if len(log.iterations) != recipe.steps:
-        raise ValueError(
+        raise TrainingFailed(
             f"{strategy.title}: the log has {len(log.iterations)} of {recipe.steps} iterations"
         )
     if not log.validations:
-        raise ValueError(f"{strategy.title}: the log has no validation loss")
+        raise TrainingFailed(f"{strategy.title}: the log has no validation loss")
     measured = json.loads(report.read_text(encoding="utf-8"))
     losses = [iteration.loss for iteration in log.iterations]
     milliseconds = [iteration.milliseconds for iteration in log.iterations]

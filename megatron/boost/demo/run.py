@@ -3,12 +3,14 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
+from megatron.boost.command_line import write_text
 from megatron.boost.corpus import Corpus, prepare_corpus
 from megatron.boost.demo.curves import loss_figure, save_png, svg
 from megatron.boost.demo.launch import run_training
@@ -35,9 +37,10 @@ def run_demo(repository: Path, out: Path, recipe: Recipe, console: Console) -> d
     """Train every strategy, print the table, write `out`/report.html and loss.png.
 
     `repository` is the checkout with pretrain_gpt.py; the corpus is cached in its runs/corpus.
-    Returns the results as flat JSON values. Raises `TrainingFailed` when a run fails;
-    then there is no report, not even that of an earlier demo.
+    Returns the results as flat JSON values. Raises `TrainingFailed` when a run fails; then there
+    is no report, not even that of an earlier demo.
     """
+    start = time.perf_counter()
     report, picture = out / "report.html", out / "loss.png"
     report.unlink(missing_ok=True)
     picture.unlink(missing_ok=True)
@@ -65,9 +68,9 @@ def run_demo(repository: Path, out: Path, recipe: Recipe, console: Console) -> d
     findings = findings_of(results)
     for sentence in findings:
         say(sentence)
+    machine = describe_machine(repository)
     figure = loss_figure(results)
     save_png(figure, picture)
-    machine = describe_machine(repository)
     page = html_report(
         findings,
         results,
@@ -79,11 +82,14 @@ def run_demo(repository: Path, out: Path, recipe: Recipe, console: Console) -> d
         },
         {strategy.title: shlex.join(command) for strategy, command in commands.items()},
     )
-    partial = report.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(report)
-    say(f"report: {report}")
-    return flat_results(results) | {f"machine_{name}": value for name, value in machine.items()}
+    write_text(report, page)
+    seconds = time.perf_counter() - start
+    say(f"report: {report} (the demo took {seconds / 60:.1f} minutes)")
+    return (
+        flat_results(results)
+        | {"seconds": seconds}
+        | {f"machine_{name}": value for name, value in machine.items()}
+    )
 
 
 def training_command(
