@@ -109,7 +109,13 @@ GUARDS = (
         ),
     ),
     (
-        _ours("tp1_low_rank", "low-rank without grouping, TP 1", arch="cola", grouping=False),
+        _ours(
+            "tp1_low_rank",
+            "vanilla low-rank without grouping, TP 1",
+            arch="cola",
+            tp="vanilla",
+            grouping=False,
+        ),
         Variant(
             key="tp1_low_rank_plain",
             title="low-rank, plain PyTorch",

@@ -81,6 +81,16 @@ class Ledger:
             count.seconds += begin.elapsed_time(end) / 1000.0
         self._pending_cuda_events.clear()
 
+    def _settle_finished(self) -> None:
+        """Add the waiting times of events that have happened, without waiting for others."""
+        unfinished = []
+        for count, begin, end in self._pending_cuda_events:
+            if end.query():
+                count.seconds += begin.elapsed_time(end) / 1000.0
+            else:
+                unfinished.append((count, begin, end))
+        self._pending_cuda_events[:] = unfinished
+
     @contextmanager
     def waiting(self, count: CollectiveCount, tensor: torch.Tensor) -> Iterator[None]:
         """Add the time spent inside to `count.seconds`; on CUDA by events, without a
@@ -102,6 +112,8 @@ class Ledger:
         yield
         end_event.record()
         self._pending_cuda_events.append((count, begin_event, end_event))
+        if len(self._pending_cuda_events) % 4096 == 0:
+            self._settle_finished()
 
 
 LEDGER = Ledger()

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
 
 Arch = Literal["none", "dense", "cola"]
 TensorParallelism = Literal["btp", "vanilla"]
@@ -83,6 +83,7 @@ class LowRankConfig:
     """Seeds the initial weights, by canonical name; pretrain_gpt.py takes it from --seed."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("rank", "attn_rank", "mlp_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -100,6 +101,23 @@ class LowRankConfig:
                 f"{flag_of('act')} {self.act}: --low-rank-arch dense has no latent to apply it to; "
                 "nearest legal value: auto"
             )
+
+    def _check_types(self) -> None:
+        """Refuse words that are none of a field's choices, and ranks that are no integers: a
+        program is not checked by an argument parser, and another model would be computed."""
+        hints = get_type_hints(LowRankConfig)
+        for setting in fields(self):
+            value, choices = getattr(self, setting.name), get_args(hints[setting.name])
+            if all(isinstance(choice, str) for choice in choices) and choices:
+                if value not in choices:
+                    raise ValueError(
+                        f"{flag_of(setting.name)} {value}: legal values are {', '.join(choices)}"
+                    )
+            elif setting.name.endswith("rank") and value is not None and type(value) is not int:
+                raise ValueError(
+                    f"{flag_of(setting.name)} {value}: a rank is a positive integer; "
+                    f"nearest legal value: {max(1, round(value))}"
+                )
 
     @property
     def low_rank(self) -> bool:

@@ -22,6 +22,11 @@ from megatron.boost.preprocessing.pipeline import Progress, preprocess
 def main(argv: Sequence[str] | None) -> None:
     """Run the tool with `argv`, or the command line when it is None."""
     args = _parser().parse_args(argv)
+    if args.output_prefix.endswith("/"):
+        raise ValueError(
+            f"--output-prefix {args.output_prefix}: is a folder, and a file name in it is needed; "
+            f"nearest legal value: {args.output_prefix}data"
+        )
     with _progress_bar() as show:
         summary = preprocess(
             args.input,

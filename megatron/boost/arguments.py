@@ -7,6 +7,7 @@ needs are added to it, each said in one line; `parse` parses and validates it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -124,6 +125,11 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         )
     if arguments.use_distributed_optimizer and not arguments.dist_ckpt_optim_fully_reshardable:
         added.append("--dist-ckpt-optim-fully-reshardable")
+    if arguments.transformer_impl != "local" and not _transformer_engine_there():
+        for flag in ("--no-rope-fusion", "--no-gradient-accumulation-fusion"):
+            if not _given(argv, flag):
+                added.append(flag)
+        said.append("fusions of Transformer Engine: off, it is not installed")
     _check_flags(arguments, low_rank)
     if not arguments.use_checkpoint_args:
         _check_sizes(arguments, low_rank)
@@ -167,6 +173,10 @@ def _parse_only(argv: Sequence[str]) -> Namespace:
         return parse_args(add_boost_flags)
 
 
+def _transformer_engine_there() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def _given(argv: Sequence[str], flag: str) -> bool:
     return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
 
@@ -190,10 +200,15 @@ def _check_spec(arguments: Namespace) -> None:
     if len(arguments.spec) != 2:
         raise ValueError(f"{shown}: takes two values, a module and a name in it")
     module, name = arguments.spec
+    if module == "boost_layers.specs":
+        raise ValueError(
+            f"{shown}: is for scripts other than this one, where dropout, embedding, head and "
+            "padding would stay Megatron's; nearest legal value: --low-rank-arch cola"
+        )
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except ImportError as failure:
-        raise ValueError(f"{shown}: cannot be imported: {failure}") from failure
+    except Exception as failure:  # whatever a user's module raises, the run must not start
+        raise ValueError(f"{shown}: cannot be imported: {failure!r}") from failure
     if found is None:
         raise ValueError(f"{shown}: module {module} has no {name}")
     if arguments.low_rank_arch != "none":
@@ -214,6 +229,13 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
     for flag, value in required:
         if value is None:
             raise ValueError(f"{flag}: is missing and has no default")
+    if arguments.lr is None and not arguments.skip_train:
+        raise ValueError("--lr: is missing and has no default")
+    if not (arguments.train_iters or arguments.train_samples or arguments.skip_train):
+        raise ValueError(
+            f"--train-iters {arguments.train_iters}: there is nothing to train without a positive "
+            "number of iterations (or --train-samples); nearest legal value: 1"
+        )
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     for flag, size in (
         *required,
@@ -281,7 +303,9 @@ def _check_heads(arguments: Namespace) -> None:
 def _check_stages(arguments: Namespace) -> None:
     """Layers that divide over the stages of the pipeline, virtual ones included."""
     if (
-        arguments.pipeline_model_parallel_layout is not None
+        arguments.account_for_embedding_in_pipeline_split
+        or arguments.account_for_loss_in_pipeline_split
+        or arguments.pipeline_model_parallel_layout is not None
         or arguments.decoder_first_pipeline_num_layers
         or arguments.decoder_last_pipeline_num_layers
     ):
@@ -308,6 +332,13 @@ def _check_flags(arguments: Namespace, low_rank: LowRankConfig) -> None:
         ("--reset-attention-mask", arguments.reset_attention_mask, "leave it out"),
         ("--log-throughput", arguments.log_throughput, "leave it out"),
         ("--hybrid-layer-pattern", arguments.hybrid_layer_pattern, "leave it out"),
+        (
+            "--init-method-xavier-uniform",
+            arguments.init_method_xavier_uniform,
+            "--init-method-std 0.02",
+        ),
+        ("--use-torch-fsdp2", arguments.use_torch_fsdp2, "--use-distributed-optimizer"),
+        ("--use-megatron-fsdp", arguments.use_megatron_fsdp, "--use-distributed-optimizer"),
         # Megatron's default. Its initial weights would depend on the layout.
         (
             f"--position-embedding-type {position}",

@@ -6,7 +6,6 @@ of the stack of layers apart; they are this rank's, and equal on all ranks of a 
 
 from __future__ import annotations
 
-import resource
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -90,9 +89,8 @@ def whole_parameters(models: Iterable[nn.Module], vocab_size: int) -> int:
 
 def peak_memory_mib() -> float:
     """The most memory this rank has held: allocated on CUDA, else resident in the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / _MIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # On CPU, Megatron's context lends torch.cuda the process's own figure.
+    return torch.cuda.max_memory_allocated() / _MIB
 
 
 def print_report(values: dict[str, Any]) -> None:

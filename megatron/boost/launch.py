@@ -40,7 +40,7 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
 
             plan = configure(argv)
         except ValueError as refusal:
-            if int(os.environ.get("RANK", "0")) == 0:
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 print_error(str(refusal))
             else:
                 # torchrun ends all ranks when the first one ends, which must not be this one.

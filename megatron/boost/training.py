@@ -21,6 +21,7 @@ from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
 from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
 from megatron.boost.builder import model_config, true_vocabulary
+from megatron.boost.checkpoint_settings import settings_checked_on_load
 from megatron.boost.command_line import write_json
 from megatron.boost.data import (
     forward_step,
@@ -55,10 +56,20 @@ def configure(argv: Sequence[str]) -> Plan:
     refuse_missing_data(settings.megatron)
     with refusals_of_megatron():
         config = model_config(settings.megatron, settings.low_rank)
+    _require_writable(settings.launch.comm_report)
     if settings.megatron.rank == 0:
         for line in said:
             print(f"> {line}", flush=True)
     return Plan(settings, pretrain_cfg_container_from_args(settings.megatron, config))
+
+
+def _require_writable(report: str | None) -> None:
+    """Find out before the training that its report cannot be written."""
+    folder = Path(report or ".").parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ValueError(f"--low-rank-comm-report {report}: {failure}") from failure
 
 
 def train(plan: Plan, started: float | None = None) -> None:
@@ -73,7 +84,8 @@ def train(plan: Plan, started: float | None = None) -> None:
     launch = plan.settings.launch
     LEDGER.clear()
     LEDGER.timed = launch.comm_report is not None
-    with _keeping_model() as built:
+    checked = settings_checked_on_load(plan.settings.low_rank, plan.settings.megatron.hidden_size)
+    with checked, _keeping_model() as built:
         try:
             pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:

@@ -114,8 +114,8 @@ def load_tokenizer(tokenizer_model: str) -> "PreTrainedTokenizerBase":
         raise ValueError(f"--tokenizer-model {tokenizer_model}: no such folder{nearest_path(path)}")
     try:
         return AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the libraries raise KeyError and bare Exceptions for bad files
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(
             f"--tokenizer-model {tokenizer_model}: no Hugging Face tokenizer there ({reason}); it "
             "wants a folder with tokenizer.json and tokenizer_config.json"
