@@ -200,17 +200,17 @@ def _check_spec(arguments: Namespace) -> None:
     if len(arguments.spec) != 2:
         raise ValueError(f"{shown}: takes two values, a module and a name in it")
     module, name = arguments.spec
-    if module == "boost_layers.specs":
-        raise ValueError(
-            f"{shown}: is for scripts other than this one, where dropout, embedding, head and "
-            "padding would stay Megatron's; nearest legal value: --low-rank-arch cola"
-        )
     try:
         found = getattr(importlib.import_module(module), name, None)
     except Exception as failure:  # whatever a user's module raises, the run must not start
         raise ValueError(f"{shown}: cannot be imported: {failure!r}") from failure
     if found is None:
         raise ValueError(f"{shown}: module {module} has no {name}")
+    if module == "boost_layers.specs" and arguments.low_rank_arch == "none":
+        raise ValueError(
+            f"{shown}: is for scripts other than this one, where dropout, embedding, head and "
+            "padding would stay Megatron's; nearest legal value: --low-rank-arch cola"
+        )
     if arguments.low_rank_arch != "none":
         raise ValueError(
             f"{shown}: --low-rank-arch {arguments.low_rank_arch} brings its own spec; "

@@ -79,6 +79,8 @@ def test_ctrl_c_ends_the_demo_and_every_rank(tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         while not (log.exists() and "iteration        2/" in log.read_text()):
