@@ -41,6 +41,7 @@ def cases(tp: int, padded: Mapping[int, int]) -> dict[str, Case]:
             transformer={"init_method_std": 0.03},
         )
         for name, low_rank in LAYOUTS.items()
+        if tp < 4 or name in ("btp", "vanilla", "dense")
     }
 
 

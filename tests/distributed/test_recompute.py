@@ -1,12 +1,14 @@
-"""Megatron's recompute around our layers: the same bits as without."""
+"""Megatron's recompute around our layers: it takes place, and gives the same bits as without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from tests.distributed.test_parity import CASES, batch
 from tests.support.distributed import run_ranks
@@ -31,15 +33,18 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def each(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
-    """On a rank: loss, logits and gradients of every case."""
+    """On a rank: loss, logits and gradients of every case, and how often an attention was computed
+    in a forward without gradients, a forward and a backward."""
     tokens, labels = batch(52)
+    found = {}
     with tensor_parallel_state(2):
-        return {
-            name: loss_and_gradients(
-                case, random_canonical(case.plain, seed=1, dtype=case.dtype), tokens, labels
-            )
-            for name, case in cases.items()
-        }
+        for name, case in cases.items():
+            tensors = random_canonical(case.plain, seed=1, dtype=case.dtype)
+            attend = mock.Mock(wraps=F.scaled_dot_product_attention)
+            with mock.patch.object(F, "scaled_dot_product_attention", attend):
+                found[name] = loss_and_gradients(case, tensors, tokens, labels)
+            found[name]["attentions"] = attend.call_count
+    return found
 
 
 def test_recompute_changes_no_bit() -> None:
@@ -56,9 +61,13 @@ def test_recompute_changes_no_bit() -> None:
         )
         for kind in ("none", "full")
     }
+    layers = 2
+    recomputed = {"none": 0, "full": layers, "block": 1, "selective": layers}
     for found in run_ranks(each, 2, cases):
         for name, result in found.items():
-            expected = found[f"{name.split()[0]} none"]
+            strategy, kind = name.split()
+            assert result["attentions"] == 2 * layers + recomputed[kind], name
+            expected = found[f"{strategy} none"]
             assert torch.equal(result["loss"], expected["loss"])
             for parameter, gradient in result["gradients"].items():
                 assert torch.equal(gradient, expected["gradients"][parameter]), (name, parameter)

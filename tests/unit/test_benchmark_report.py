@@ -90,7 +90,7 @@ def test_what_has_no_step_that_counts_is_not_measured() -> None:
 def test_the_page_holds_the_answers_and_every_variant() -> None:
     page = report().markdown()
     assert "| full_rank_over_btp | 1.61 |" in page
-    assert "| low-rank without grouping, TP 1 | 1.033 | NO |" in page
+    assert "| vanilla low-rank without grouping, TP 1 | 1.033 | NO |" in page
     for variant in strategies(2):
         assert f"| {variant.title} | {MEDIANS[variant.key]:.0f} |" in page
     assert "| processor | a processor |" in page
