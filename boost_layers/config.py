@@ -6,19 +6,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-Arch = Literal["none", "dense", "cola"]
+Arch = Literal["none", "dense", "cola", "svd", "lax"]
 TensorParallelism = Literal["btp", "vanilla"]
 Activation = Literal["auto", "silu", "gelu", "identity"]
 MlpKind = Literal["auto", "swiglu", "product"]
 NormMode = Literal["online", "sync"]
 VanillaAttention = Literal["sliced", "replicated"]
+LaxBase = Literal["cola", "svd"]
+LaxGate = Literal["identity", "linear", "tensor"]
+LaxNorm = Literal["none", "layernorm", "rmsnorm"]
 CoreAttention = Literal["auto", "te", "sdpa", "local"]
 
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -37,7 +42,9 @@ class LowRankConfig:
 
     arch: Arch = _flag("--low-rank-arch", "none")
     """none: Megatron's own layer and initialisation; dense: our full-rank block, the baseline of
-    benchmarks; cola: y = B·φ(A·x) in all seven projections (arXiv 2502.10940)."""
+    benchmarks; cola: y = B·φ(A·x) in all seven projections (arXiv 2502.10940); svd: the same with
+    the identity for φ and SwiGLU kept; lax: latents cross over from layer to layer (arXiv
+    2505.21732), on the base of --lax-base."""
 
     tp: TensorParallelism = _flag("--low-rank-tp", "btp")
     """Where the tensor-parallel boundary lies: btp, at the bottleneck (all-reduces of the rank-wide
@@ -55,12 +62,30 @@ class LowRankConfig:
     mlp_rank: int | None = _flag("--low-rank-mlp-rank", None, metavar="R")
     """The rank of gate, up and down, instead of the common one."""
 
+    ranks: str | None = _flag("--low-rank-ranks", None, metavar="q=256,k=128,…")
+    """A rank for each projection named (q, k, v, o, gate, up, down), instead of the others."""
+
+    layers: str | None = _flag("--low-rank-layers", None, metavar="A-B")
+    """Only the layers from A to B, both included and counted from 0, are low-rank; the others are
+    as with --low-rank-arch dense."""
+
     act: Activation = _flag("--low-rank-act", "auto")
-    """φ, applied to the latent between the two factors; auto: silu for cola."""
+    """φ, applied to the latent between the two factors; auto: silu for cola, identity for svd, that
+    of the base for lax."""
 
     mlp: MlpKind = _flag("--low-rank-mlp", "auto")
     """What joins gate and up: swiglu is SiLU(gate)·up, product is gate·up (CoLA's configurations
-    from 350M on); auto: product for cola, swiglu for dense."""
+    from 350M on); auto: product for cola, swiglu for svd and dense, that of the base for lax."""
+
+    lax_base: LaxBase = _flag("--lax-base", "cola")
+    """What LaX adds its latent crossing to; decides its φ and MLP."""
+
+    lax_gate: LaxGate = _flag("--lax-gate", "tensor")
+    """G of LaX's v = Norm(A·x + G(z₋₁)): the identity; linear, r×r with a bias; tensor, E₁ᵀ·Z·E₂ on
+    the latent seen as the most balanced p×q."""
+
+    lax_norm: LaxNorm = _flag("--lax-norm", "layernorm")
+    """LaX's norm over each projection's latent, ε = 1e-6."""
 
     norm: NormMode = _flag("--low-rank-norm", "online")
     """RMSNorm's statistics in the latent's all-reduce (online), or in one of their own before the
@@ -69,6 +94,18 @@ class LowRankConfig:
     grouping: bool = _flag("--no-low-rank-grouping", True)
     """One GEMM and one all-reduce per projection instead of grouped down-projections and batched
     up-projections, for comparison."""
+
+    recompute: bool = _flag("--low-rank-recompute", False)
+    """Keep only the pre-activation latents, the residual inputs and the norms' ρ for backward, and
+    compute again what lies between two latents, which needs no communication; BTP only."""
+
+    recompute_residual: bool = _flag("--low-rank-recompute-residual", False)
+    """With --low-rank-recompute: do not keep the second residual input of a layer but compute it
+    again, by one more up-projection of o."""
+
+    recompute_shard: bool = _flag("--low-rank-recompute-shard", False)
+    """With --low-rank-recompute: each rank keeps only its share of the latents' tokens; in
+    backward, one all-gather for each group of projections brings them back."""
 
     vanilla_attention: VanillaAttention = _flag("--low-rank-vanilla-attention", "sliced")
     """Vanilla tensor parallelism's attention: each rank its own heads (sliced, the fair baseline),
@@ -101,6 +138,33 @@ class LowRankConfig:
                 f"{flag_of('act')} {self.act}: --low-rank-arch dense has no latent to apply it to; "
                 "nearest legal value: auto"
             )
+        self._check_idle()
+        if self.ranks is not None:
+            self._rank_table()
+        if self.layers is not None:
+            self._layer_range()
+
+    def _check_idle(self) -> None:
+        """Refuse settings that would be without effect beside the others."""
+        defaults = {setting.name: setting.default for setting in fields(self)}
+        for name in ("lax_base", "lax_gate", "lax_norm"):
+            if self.arch != "lax" and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{flag_of(name)} {getattr(self, name)}: --low-rank-arch {self.arch} has no "
+                    "latent crossing; nearest legal value: --low-rank-arch lax"
+                )
+        if self.recompute and not (self.low_rank and self.tp == "btp"):
+            raise ValueError(
+                f"{flag_of('recompute')}: keeps the latents that BTP has reduced, and this is "
+                f"--low-rank-arch {self.arch} --low-rank-tp {self.tp}; nearest legal value: "
+                "--recompute-granularity full"
+            )
+        for name in ("recompute_residual", "recompute_shard"):
+            if getattr(self, name) and not self.recompute:
+                raise ValueError(
+                    f"{flag_of(name)}: is an option of {flag_of('recompute')}; "
+                    f"nearest legal value: {flag_of('recompute')} {flag_of(name)}"
+                )
 
     def _check_types(self) -> None:
         """Refuse words that are none of a field's choices, and ranks that are no integers: a
@@ -122,37 +186,109 @@ class LowRankConfig:
     @property
     def low_rank(self) -> bool:
         """Whether the projections are factorised."""
-        return self.arch == "cola"
+        return self.arch in ("cola", "svd", "lax")
+
+    @property
+    def crossing(self) -> bool:
+        """Whether latents cross over from layer to layer (LaX)."""
+        return self.arch == "lax"
+
+    @property
+    def base(self) -> str:
+        """The architecture that decides φ and the MLP: "cola", or "svd" (as for "dense")."""
+        if self.arch == "lax":
+            return self.lax_base
+        return "cola" if self.arch == "cola" else "svd"
 
     @property
     def activation(self) -> str:
         """φ with `auto` resolved: "silu", "gelu" or "identity"."""
         if self.act != "auto":
             return self.act
-        return "silu" if self.arch == "cola" else "identity"
+        return "silu" if self.base == "cola" else "identity"
 
     @property
     def mlp_kind(self) -> str:
         """The gate's semantics with `auto` resolved: "swiglu" or "product"."""
         if self.mlp != "auto":
             return self.mlp
-        return "product" if self.arch == "cola" else "swiglu"
+        return "product" if self.base == "cola" else "swiglu"
+
+    def of_layer(self, index: int) -> LowRankConfig:
+        """The settings of one layer of the model, counted from 0: these, or those of a dense layer
+        where `layers` leaves it out."""
+        if self.layers is None or not self.low_rank or index in self._layer_range():
+            return self
+        return replace(
+            self, arch="dense", act="auto", mlp="auto", layers=None, **_no_low_rank_options()
+        )
+
+    @property
+    def first_layer(self) -> int:
+        """The first low-rank layer, counted from 0."""
+        return self._layer_range().start if self.layers is not None else 0
+
+    @property
+    def last_layer(self) -> int | None:
+        """The last low-rank layer, counted from 0; None: the model's last."""
+        return self._layer_range().stop - 1 if self.layers is not None else None
 
     def rank_of(self, projection: str, hidden_size: int) -> int:
         """The rank of a projection (`q_proj` … `down_proj`) in a model of that hidden size; the
-        specific setting wins over the common one, that over the ratio."""
+        more specific setting wins: table, attention or MLP, common, ratio."""
+        named = self._rank_table().get(projection)
+        if named is not None:
+            return named
         specific = self.attn_rank if projection in ATTENTION_PROJECTIONS else self.mlp_rank
         if specific is not None:
             return specific
         return self.rank if self.rank is not None else max(1, round(self.ratio * hidden_size))
 
+    def _rank_table(self) -> dict[str, int]:
+        """`ranks` by projection (`q_proj` …)."""
+        table: dict[str, int] = {}
+        short = [projection.removesuffix("_proj") for projection in PROJECTIONS]
+        for pair in re.split("[,;]", self.ranks) if self.ranks is not None else []:
+            name, _, value = pair.strip().partition("=")
+            if name not in short:
+                raise ValueError(
+                    f"{flag_of('ranks')} {self.ranks}: {name!r} is no projection; "
+                    f"legal names: {', '.join(short)}"
+                )
+            if not value.isdecimal() or int(value) < 1 or f"{name}_proj" in table:
+                raise ValueError(
+                    f"{flag_of('ranks')} {self.ranks}: {name} takes one rank, a positive integer; "
+                    f"nearest legal value: {name}=1"
+                )
+            table[f"{name}_proj"] = int(value)
+        return table
+
+    def _layer_range(self) -> range:
+        """`layers` as a range of layers counted from 0."""
+        found = re.fullmatch(r"(\d+)-(\d+)", self.layers or "")
+        if found is None or int(found[1]) > int(found[2]):
+            raise ValueError(
+                f"{flag_of('layers')} {self.layers}: is A-B, the first and the last low-rank layer "
+                "counted from 0; nearest legal value: 0-0"
+            )
+        return range(int(found[1]), int(found[2]) + 1)
+
     def rank_flag(self, projection: str) -> str:
         """The flag that decides `rank_of(projection, …)`, for messages."""
+        if projection in self._rank_table():
+            return flag_of("ranks")
         in_attention = projection in ATTENTION_PROJECTIONS
         specific = "attn_rank" if in_attention else "mlp_rank"
         if getattr(self, specific) is not None:
             return flag_of(specific)
         return flag_of("rank") if self.rank is not None else flag_of("ratio")
+
+
+def _no_low_rank_options() -> dict[str, Any]:
+    """The options that mean something for low-rank layers only, at their defaults."""
+    lax = ("lax_base", "lax_gate", "lax_norm")
+    recompute = ("recompute", "recompute_residual", "recompute_shard")
+    return {name: LowRankConfig.__dataclass_fields__[name].default for name in (*lax, *recompute)}
 
 
 def flag_of(field_name: str) -> str:

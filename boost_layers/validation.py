@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from boost_layers.config import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, LowRankConfig, flag_of
+from boost_layers.config import MLP_PROJECTIONS, PROJECTIONS, LowRankConfig, flag_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,6 +24,7 @@ class ModelSizes:
     num_attention_heads: int
     num_query_groups: int
     tensor_parallel: int
+    num_layers: int
     seq_length: int | None = None
     """None where it is not known, as in a `TransformerConfig`."""
 
@@ -69,13 +70,22 @@ def validate_sizes(low_rank: LowRankConfig, sizes: ModelSizes) -> None:
         _require_multiple("--seq-length", sizes.seq_length, tp, "is split at the borders over")
     if not low_rank.low_rank:
         return
-    for projection in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS):
+    if low_rank.last_layer is not None and low_rank.last_layer >= sizes.num_layers:
+        last = sizes.num_layers - 1
+        raise ValueError(
+            f"{flag_of('layers')} {low_rank.layers}: --num-layers {sizes.num_layers} are counted "
+            f"from 0; nearest legal value: {min(low_rank.first_layer, last)}-{last}"
+        )
+    for projection in PROJECTIONS:
         rank, flag = low_rank.rank_of(projection, sizes.hidden_size), low_rank.rank_flag(projection)
         largest = sizes.hidden_size
         if projection in MLP_PROJECTIONS:
             largest = min(largest, sizes.ffn_hidden_size)
         shown, prefix = f"{flag} {rank}", ""
-        if flag == flag_of("ratio"):
+        if flag == flag_of("ranks"):
+            name = projection.removesuffix("_proj")
+            shown, prefix = f"{flag} {name}={rank}", f"{name}="
+        elif flag == flag_of("ratio"):
             shown, prefix = f"{flag} {low_rank.ratio} (rank {rank})", f"{flag_of('rank')} "
         if rank > largest:
             raise ValueError(
@@ -102,6 +112,7 @@ def validate_model(low_rank: LowRankConfig, config: TransformerConfig) -> None:
             num_attention_heads=config.num_attention_heads,
             num_query_groups=config.num_query_groups,
             tensor_parallel=config.tensor_model_parallel_size,
+            num_layers=config.num_layers,
         ),
     )
     validate_features(low_rank, config)

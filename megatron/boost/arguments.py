@@ -269,6 +269,7 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             if arguments.group_query_attention
             else heads,
             tensor_parallel=tp,
+            num_layers=arguments.num_layers,
             seq_length=arguments.seq_length,
         ),
     )

@@ -41,6 +41,10 @@ def check_settings(stored: Namespace, low_rank: LowRankConfig, hidden_size: int)
         (flag_of("act"), low_rank.activation, then.activation),
         (flag_of("mlp"), low_rank.mlp_kind, then.mlp_kind),
         *(
+            (flag_of(name), getattr(low_rank, name), getattr(then, name))
+            for name in ("lax_base", "lax_gate", "lax_norm", "layers")
+        ),
+        *(
             (
                 low_rank.rank_flag(name),
                 f"rank {low_rank.rank_of(name, hidden_size)} of {name}",

@@ -33,6 +33,7 @@ SIZES = ModelSizes(
     num_attention_heads=12,
     num_query_groups=4,
     tensor_parallel=4,
+    num_layers=4,
     seq_length=32,
 )
 FIELD_OF_FLAG = {
@@ -142,6 +143,7 @@ def test_several_wrong_sizes_are_mended_one_by_one() -> None:
             num_attention_heads=heads,
             num_query_groups=groups,
             tensor_parallel=tp,
+            num_layers=2,
             seq_length=17,
         )
         mended = set()
