@@ -147,7 +147,6 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
             "leave it out",
         ),
         (config.use_mup, "--use-mup", "leave it out"),
-        (config.init_model_with_meta_device, "--init-model-with-meta-device", "leave it out"),
         (
             config.heterogeneous_block_specs,
             "--heterogeneous-layers-config-path",

@@ -159,6 +159,11 @@ def refusals_of_megatron() -> Iterator[None]:
         raise ValueError(f"Megatron refuses these flags: {_reason(refusal)}") from refusal
 
 
+def has_our_layers(arguments: Namespace) -> bool:
+    """Whether parsed arguments, maybe another program's, ask for layers of ours."""
+    return getattr(arguments, "low_rank_arch", "none") != "none"
+
+
 def low_rank_config(arguments: Namespace) -> LowRankConfig:
     """`LowRankConfig` from parsed arguments; the seed is Megatron's."""
     config: LowRankConfig = config_from(arguments, LowRankConfig, seed=arguments.seed)
@@ -331,7 +336,7 @@ def _check_flags(arguments: Namespace, low_rank: LowRankConfig) -> None:
     position = arguments.position_embedding_type
     for flag, given, instead in (
         ("--reset-attention-mask", arguments.reset_attention_mask, "leave it out"),
-        ("--log-throughput", arguments.log_throughput, "leave it out"),
+        ("--init-model-with-meta-device", arguments.init_model_with_meta_device, "leave it out"),
         ("--hybrid-layer-pattern", arguments.hybrid_layer_pattern, "leave it out"),
         (
             "--init-method-xavier-uniform",

@@ -260,7 +260,7 @@ FEATURES = {
     "--glu-linear-offset 1": "--glu-linear-offset 0",
     "--hybrid-layer-pattern M*": "",
     "--init-method-xavier-uniform": "--init-method-std 0.02",
-    "--log-throughput": "",
+    "--init-model-with-meta-device": "",
     "--mtp-num-layers 1": "",
     "--multi-latent-attention": "",
     "--no-rope-freq 2": "",

@@ -1,7 +1,8 @@
 """Each patch against the upstream that it mends, run first without it.
 
 A test that fails because upstream no longer does wrong says that its patch can go. What concerns
-checkpoints of the distributed optimizer is in tests/distributed/test_patches_of_optimizer.py.
+checkpoints of the distributed optimizer is in tests/distributed/test_patches_of_optimizer.py, what
+concerns logged FLOP/s and memory in tests/training/test_accounting_of_runs.py.
 """
 
 import logging

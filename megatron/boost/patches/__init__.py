@@ -30,6 +30,8 @@ _MODULES = (
     "distrib_optimizer_lost_step",
     "distrib_optimizer_leaf_copy",
     "sequence_parallel_norm",
+    "throughput",
+    "theoretical_memory",
 )
 
 

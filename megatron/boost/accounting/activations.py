@@ -1,0 +1,216 @@
+"""Bytes of activations that a rank keeps between a micro-batch's forward and its backward.
+
+Each figure is a set of named parts, one for each piece of memory that the graph holds; parameters
+and what is freed within the forward are not among them. The core attention is PyTorch's SDPA, or
+another that keeps q, k, v, its output and the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from boost_layers.ops import statistics_columns
+from megatron.boost.accounting.flops import checkpointed_layers
+from megatron.boost.accounting.sizes import Layout, Model
+
+Parts = dict[str, int]
+"""Bytes by what they hold."""
+
+_INDEX_BYTES = 8
+
+
+def _statistics_bytes(layout: Layout) -> int:
+    """Of ρ, log-sum-exp and softmax, which are at least fp32."""
+    return max(4, layout.dtype.itemsize)
+
+
+def layer_activation_bytes(model: Model, layout: Layout, layer: int) -> Parts:
+    """What one layer keeps of one micro-batch on one rank, without full recompute.
+
+    Checkpointing at the latents keeps the pre-activation latents, the residual inputs and ρ.
+    """
+    settings = model.settings(layer)
+    if settings.recompute:
+        return _latent_checkpoint(model, layout, layer)
+    parts = _residual_and_norms(model, layout, layer)
+    if settings.low_rank:
+        parts["latents"] = _latent_bytes(model, layout, layer)
+        parts |= _statistics_columns(model, layout, layer)
+    return {**parts, **_attention(model, layout, layer), **_mlp(model, layout, layer)}
+
+
+def _rank_share(model: Model, layout: Layout, layer: int) -> int:
+    """Into how many parts a latent is split: T under vanilla, whose A is split over the rank."""
+    return layout.tensor_parallel if model.strategy(layer) == "vanilla" else 1
+
+
+def _latent_bytes(model: Model, layout: Layout, layer: int) -> int:
+    """The pre-activation latents u of all projections; φ(u) is computed again."""
+    ranks = sum(projection.rank or 0 for projection in model.projections(layer))
+    width = ranks // _rank_share(model, layout, layer)
+    return layout.tokens * width * layout.dtype.itemsize
+
+
+def _statistics_columns(model: Model, layout: Layout, layer: int) -> Parts:
+    """Online statistics arrive in one message with the latents, which stay part of it."""
+    online = model.strategy(layer) == "btp" and model.settings(layer).norm == "online"
+    if not online or layout.tensor_parallel == 1:
+        return {}
+    columns = statistics_columns(layout.dtype, layout.tensor_parallel)
+    return {"statistics' columns": 2 * layout.tokens * columns * layout.dtype.itemsize}
+
+
+def _residual_and_norms(model: Model, layout: Layout, layer: int) -> Parts:
+    """The input and ρ of both norms, and where the norm is not folded into A its output."""
+    strategy = model.strategy(layer)
+    n, number = layout.tokens, layout.dtype.itemsize
+    # BTP splits the stream along hidden and knows every token's ρ; sequence parallelism splits
+    # the tokens.
+    split = layout.split_tokens(model)
+    stream = n * model.hidden_size * number // split
+    tokens_of_rho = n if strategy == "btp" else n // split
+    parts = {
+        "residual inputs": 2 * stream,
+        "rho": 2 * tokens_of_rho * _statistics_bytes(layout),
+    }
+    if strategy != "btp":
+        parts["normalised inputs"] = 2 * stream
+    return parts
+
+
+def _attention(model: Model, layout: Layout, layer: int) -> Parts:
+    """RoPE's tables, q, k, v, and the attention's output twice: as the kernel keeps it and as the
+    next projection reads it (gathered, for vanilla's sliced heads)."""
+    settings, strategy = model.settings(layer), model.strategy(layer)
+    n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
+    replicated = strategy == "vanilla" and settings.vanilla_attention == "replicated"
+    heads_share = 1 if replicated else tp
+    q, kv = model.query_width // heads_share, model.key_width // heads_share
+    read = model.query_width if strategy == "vanilla" else q
+    parts = {"q, k, v": n * (q + 2 * kv) * number}
+    if model.rotated_channels:
+        parts["cosine and sine"] = 2 * layout.sequence_length * model.rotated_channels * number
+    elif settings.grouping and strategy == "btp" and q == kv:
+        # Without RoPE, which copies, q and k are parts of one batched result that v is copied from.
+        parts["q, k, v"] += n * kv * number
+    parts["attention output, for o"] = n * read * number
+    if layout.recompute != "core_attention":
+        parts["attention output"] = n * q * number
+        heads = model.num_attention_heads // heads_share
+        parts["log-sum-exp"] = n * heads * _statistics_bytes(layout)
+    return parts
+
+
+def _mlp(model: Model, layout: Layout, layer: int) -> Parts:
+    """gate, up and their product; vanilla has all of f on every rank."""
+    share = 1 if model.strategy(layer) == "vanilla" else layout.tensor_parallel
+    width = model.ffn_hidden_size // share
+    return {"gate, up, product": 3 * layout.tokens * width * layout.dtype.itemsize}
+
+
+def _latent_checkpoint(model: Model, layout: Layout, layer: int) -> Parts:
+    """BTP with checkpointing at the latents."""
+    settings = model.settings(layer)
+    n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
+    kept_streams = 1 if settings.recompute_residual else 2
+    latents = _latent_bytes(model, layout, layer)
+    return {
+        "residual inputs": kept_streams * n * model.hidden_size // tp * number,
+        "rho": 2 * n * _statistics_bytes(layout),
+        "latents": latents // tp if settings.recompute_shard else latents,
+    }
+
+
+def checkpoint_bytes(model: Model, layout: Layout) -> int:
+    """The input of a layer that full recompute keeps in place of what is inside: `[n, d]`, split
+    over T with sequence parallelism and between BTP layers."""
+    whole = layout.tokens * model.hidden_size * layout.dtype.itemsize
+    return whole // layout.split_tokens(model)
+
+
+def chunk_activation_bytes(model: Model, layout: Layout, layers: tuple[int, ...]) -> int:
+    """What the layers of one virtual stage keep of one micro-batch on one rank."""
+    kept, checkpoints = layers, 0
+    if layout.recompute == "full":
+        unit = layout.recompute_layers
+        if layout.recompute_method == "uniform":
+            kept, number = (), -(-len(layers) // unit)
+        else:
+            kept, number = layers[unit:], min(unit, len(layers))
+        # The angles of RoPE, in fp32, are an input of every unit and there once.
+        angles = layout.sequence_length * model.rotated_channels * 4
+        checkpoints = number * checkpoint_bytes(model, layout) + (angles if number else 0)
+    return checkpoints + sum(
+        sum(layer_activation_bytes(model, layout, layer).values()) for layer in kept
+    )
+
+
+def embedding_activation_bytes(model: Model, layout: Layout) -> Parts:
+    """What the look-up of one micro-batch keeps: the tokens' indices, and where the vocabulary is
+    split the mask of those that other ranks hold."""
+    parts = {"token indices": layout.tokens * _INDEX_BYTES}
+    if layout.tensor_parallel > 1:
+        parts["mask of foreign tokens"] = layout.tokens
+    return parts
+
+
+def head_activation_bytes(model: Model, layout: Layout) -> Parts:
+    """What final norm, head and cross-entropy of one micro-batch keep."""
+    n, d, number = layout.tokens, model.hidden_size, layout.dtype.itemsize
+    split = layout.split_tokens(model)
+    rows = model.padded_vocab_size // layout.tensor_parallel
+    return {
+        "input of the final norm": n * d // split * number,
+        "rho": n // split * _statistics_bytes(layout),
+        "input of the head": n * d // split * number,
+        "softmax": n * rows * _statistics_bytes(layout),
+        "labels": n * _INDEX_BYTES,
+        "mask of foreign labels": n,
+    }
+
+
+def micro_batches_in_flight(layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """By virtual stage of a pipeline rank, the micro-batches whose activations are held when the
+    most are: at the end of the warm-up of the 1F1B schedule, interleaved or not."""
+    stages, chunks = layout.pipeline_parallel, layout.virtual_stages
+    if chunks == 1:
+        return (min(layout.micro_batches, stages - pp_rank),)
+    order = [
+        chunk
+        for first in range(0, layout.micro_batches, stages)
+        for chunk in range(chunks)
+        for _ in range(min(stages, layout.micro_batches - first))
+    ]
+    passes = 2 * (stages - pp_rank - 1) + (chunks - 1) * stages + 1
+    return tuple(order[:passes].count(chunk) for chunk in range(chunks))
+
+
+def kept_activation_bytes(model: Model, layout: Layout, pp_rank: int) -> int:
+    """What one rank of a pipeline stage keeps for backward when it keeps most: the layers' and the
+    embedding's share of every micro-batch in flight, and the head's of one, whose backward follows
+    at once."""
+    held = micro_batches_in_flight(layout, pp_rank)
+    chunks = layout.chunks(model, pp_rank)
+    total = sum(
+        number * chunk_activation_bytes(model, layout, chunk)
+        for number, chunk in zip(held, chunks, strict=True)
+    )
+    if layout.has_embedding(pp_rank):
+        total += held[0] * sum(embedding_activation_bytes(model, layout).values())
+    if layout.has_head(pp_rank):
+        total += sum(head_activation_bytes(model, layout).values())
+    return total
+
+
+def recomputed_activation_bytes(model: Model, layout: Layout, pp_rank: int) -> int:
+    """What full recompute holds on top while the largest of its units is being computed again."""
+    again = sorted(checkpointed_layers(model, layout, pp_rank))
+    unit = layout.recompute_layers if layout.recompute_method == "uniform" else 1
+    inside = [sum(layer_activation_bytes(model, layout, layer).values()) for layer in again]
+    return max(
+        (sum(inside[start : start + unit]) for start in range(0, len(inside), unit)), default=0
+    )
+
+
+def rank_activation_bytes(model: Model, layout: Layout, pp_rank: int) -> int:
+    """The most activations that one rank of a pipeline stage holds at a time."""
+    kept = kept_activation_bytes(model, layout, pp_rank)
+    return kept + recomputed_activation_bytes(model, layout, pp_rank)

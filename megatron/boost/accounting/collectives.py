@@ -1,0 +1,151 @@
+"""Collectives of the layers and at their borders, of one micro-batch, as the ledger counts them.
+
+Bytes are those of the tensor handed over on one rank: the whole tensor for an all-reduce, a
+reduce-scatter and an all-to-all, the local shard for an all-gather. Nothing is communicated in a
+group of one. Embedding, head and loss are Megatron's and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from boost_layers.communication import Operation, Phase
+from boost_layers.ops import statistics_columns
+from megatron.boost.accounting.flops import checkpointed_layers
+from megatron.boost.accounting.sizes import Layout, Model
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+
+Collectives = dict[tuple[Phase, Operation], Traffic]
+
+
+def _add(collectives: Collectives, phase: Phase, operation: Operation, size: float) -> None:
+    """Count one collective of `size` bytes."""
+    key = phase, operation
+    collectives[key] = collectives.get(key, Traffic()) + Traffic(1, round(size))
+
+
+def layer_collectives(
+    model: Model, layout: Layout, layer: int, *, checkpointed: bool = False
+) -> Collectives:
+    """The collectives of one layer and micro-batch; `checkpointed` by full recompute, the forward's
+    happen once more in backward."""
+    collectives: Collectives = {}
+    if layout.tensor_parallel > 1:
+        count = {"dense": _dense, "vanilla": _vanilla, "btp": _btp}[model.strategy(layer)]
+        for phase, operation, size in count(model, layout, layer):
+            _add(collectives, phase, operation, size)
+    if checkpointed:
+        for (phase, operation), traffic in list(collectives.items()):
+            if phase == "forward":
+                collectives["recompute", operation] = traffic
+    return collectives
+
+
+Collective = tuple[Phase, Operation, float]
+
+
+def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+    """An all-reduce of every (grouped) latent, forward with the statistics of the norm before it,
+    and of every latent's gradient."""
+    settings = model.settings(layer)
+    n, number = layout.tokens, layout.dtype.itemsize
+    columns = statistics_columns(layout.dtype, layout.tensor_parallel)
+    for group in model.groups(layer):
+        after_norm = len(group) > 1
+        if after_norm and settings.norm == "sync":
+            yield "forward", "all_reduce", n * _FP32_BYTES
+        messages = [group] if settings.grouping else [(projection,) for projection in group]
+        for position, message in enumerate(messages):
+            width = sum(projection.rank or 0 for projection in message)
+            carries = after_norm and settings.norm == "online" and position == 0
+            yield "forward", "all_reduce", n * (width + (columns if carries else 0)) * number
+            yield "backward", "all_reduce", n * width * number
+
+
+def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+    """An all-reduce of every projection's output forward; backward one of every (grouped) input's
+    gradient. Sliced heads: o's input is gathered and its gradient scattered, and the gradients of
+    q, k and v are gathered."""
+    settings = model.settings(layer)
+    per_column = layout.tokens * layout.dtype.itemsize
+    sliced = settings.vanilla_attention == "sliced"
+    for position, group in enumerate(model.groups(layer)):
+        runs = [group] if settings.grouping else [(projection,) for projection in group]
+        for run in runs:
+            for projection in run:
+                yield "forward", "all_reduce", per_column * projection.out_features
+            if sliced and position == 0:
+                heads = sum(projection.out_features for projection in run)
+                yield "backward", "all_gather", per_column * heads / layout.tensor_parallel
+            gathered = sliced and position == 1
+            if not gathered:
+                yield "backward", "all_reduce", per_column * run[0].in_features
+                continue
+            yield "forward", "all_gather", per_column * run[0].in_features / layout.tensor_parallel
+            yield "backward", "reduce_scatter", per_column * run[0].in_features
+
+
+def _dense(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+    """For attention and MLP: an all-reduce of the output forward and of the input's gradient
+    backward. With sequence parallelism an all-gather of the input and a reduce-scatter of the
+    output, and backward the gathered gradient of the output, the input gathered again, and the
+    scattered gradient of the input."""
+    whole = layout.tokens * model.hidden_size * layout.dtype.itemsize
+    shard = whole / layout.tensor_parallel
+    for _ in ("attention", "mlp"):
+        if not layout.sequence_parallel and layout.split_tokens(model) == 1:
+            yield "forward", "all_reduce", whole
+            yield "backward", "all_reduce", whole
+            continue
+        yield "forward", "all_gather", shard
+        yield "forward", "reduce_scatter", whole
+        yield "backward", "all_gather", shard
+        yield "backward", "all_gather", shard
+        yield "backward", "reduce_scatter", whole
+
+
+def border_collectives(model: Model, layout: Layout, pp_rank: int) -> Collectives:
+    """What turns the residual stream from sequence- to hidden-sharded and back around the BTP
+    layers of a pipeline stage: an all-to-all of `[n, d/T]` before the model's first layer, one
+    before the final norm, and their conjugates."""
+    collectives: Collectives = {}
+    if layout.tensor_parallel == 1 or not (model.low_rank.low_rank and model.low_rank.tp == "btp"):
+        return collectives
+    n, d, tp = layout.tokens, model.hidden_size, layout.tensor_parallel
+    shard = n * d * layout.dtype.itemsize / tp
+    first = 0 in layout.layers(model, pp_rank)
+    for present in (first, layout.has_head(pp_rank)):
+        if present:
+            _add(collectives, "forward", "all_to_all", shard)
+            _add(collectives, "backward", "all_to_all", shard)
+    if first and 0 in checkpointed_layers(model, layout, pp_rank):
+        _add(collectives, "recompute", "all_to_all", shard)
+    return collectives
+
+
+def wire_bytes(collectives: Collectives, tensor_parallel: int) -> float:
+    """Bytes that one rank sends for these collectives with ring algorithms: an all-reduce
+    2·(T−1)/T of its tensor, a reduce-scatter and an all-to-all (T−1)/T, and an all-gather T−1
+    times its shard."""
+    share = (tensor_parallel - 1) / tensor_parallel
+    factors: dict[Operation, float] = {
+        "all_reduce": 2 * share,
+        "reduce_scatter": share,
+        "all_to_all": share,
+        "all_gather": tensor_parallel - 1,
+    }
+    return sum(factors[operation] * t.bytes for (_, operation), t in collectives.items())

@@ -1,0 +1,131 @@
+"""The accounting's sizes of a test's model, and what that model really holds, keeps and computes.
+
+Measured are the parameters that a rank holds, the memory that the graph of a forward keeps, the
+operations that torch counts and the collectives that the ledger counts: nothing of it knows the
+accounting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from boost_layers.communication import LEDGER
+from megatron.boost.accounting.sizes import Layout, Model
+from tests.support.parallel_gpt import Case, parallel_gpt
+
+
+def accounted_model(case: Case) -> Model:
+    """The sizes of a case's model."""
+    plain = case.plain
+    return Model(
+        hidden_size=plain.hidden,
+        ffn_hidden_size=plain.ffn,
+        num_attention_heads=plain.heads,
+        num_query_groups=plain.kv_heads,
+        kv_channels=plain.head_dim,
+        num_layers=plain.layers,
+        vocab_size=plain.vocab_size,
+        padded_vocab_size=case.padded_vocab or plain.vocab_size,
+        tied=plain.tied,
+        low_rank=case.low_rank,
+    )
+
+
+def accounted_layout(case: Case, sequence: int, batch: int) -> Layout:
+    """The layout of a case, with one micro-batch."""
+    extra = case.transformer
+    granularity = extra.get("recompute_granularity")
+    return Layout(
+        sequence_length=sequence,
+        micro_batch_size=batch,
+        tensor_parallel=case.tp,
+        sequence_parallel=bool(case.sequence_parallel),
+        dtype=case.dtype,
+        recompute={"full": "full", "selective": "core_attention"}.get(granularity, "none"),
+        recompute_method=extra.get("recompute_method", "uniform"),
+        recompute_layers=extra.get("recompute_num_layers", 1),
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's forward and backward of one micro-batch."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Of the parameters it holds."""
+    kept_bytes: int
+    flops: int
+    collectives: dict[tuple[str, str, str], tuple[int, int]]
+    """(scope, phase, operation) → calls, bytes."""
+
+
+class KeptMemory:
+    """Saved-tensor hooks that add up the memory that a graph holds, each piece once, without the
+    parameters, which live anyway."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {p.untyped_storage()._cdata for p in module.parameters()}
+        self._found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note `tensor` and hold it, so that its memory is not given to another one meanwhile."""
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._own:
+            self._found.setdefault(storage, tensor)
+        return tensor
+
+    def hooks(self) -> Any:
+        """The context in which to run the forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        """Of everything noted."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+
+
+def _product_flops(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) -> int:
+    """Of `[m, k]` times `[k, n]`."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def counted_flops(loss: Any) -> int:
+    """The operations of `loss()` and of its backward, as torch counts them: attention as the
+    matrix products of a kernel that computes all of Q·Kᵀ."""
+    # Not in torch's list: the product that is added in place.
+    mapping = {torch.ops.aten.addmm_: _product_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss().backward()
+    return counter.get_total_flops()
+
+
+def measure(case: Case, sequence: int, batch: int) -> Measured:
+    """On a rank: build the case's model and run it three times, for memory, operations and
+    collectives."""
+    with parallel_gpt(case) as model:
+        vocabulary = case.plain.vocab_size
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(vocabulary, (batch, sequence), generator=generator)
+        positions = torch.arange(sequence).expand_as(tokens)
+
+        def loss() -> Tensor:
+            return model(tokens, positions, None, labels=tokens).sum()
+
+        kept = KeptMemory(model)
+        with kept.hooks():
+            loss()
+        flops = counted_flops(loss)
+        LEDGER.clear()
+        loss().backward()
+        collectives = {
+            key: (count.calls, count.bytes) for key, count in LEDGER.counts.items() if count.calls
+        }
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        return Measured(shapes, kept.bytes, flops, collectives)
