@@ -8,6 +8,7 @@ draws shards instead and varies with TP and PP.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -62,3 +63,9 @@ def cola_std(in_features: int, out_features: int, rank: int) -> float:
     """CoLA's standard deviation of both factors, r^(−1/4)·(in+out)^(−1/4) with the sizes of the
     whole layer, so that (B·A)_ij has (in+out)^(−1/2) (arXiv 2502.10940)."""
     return float(rank**-0.25 * (in_features + out_features) ** -0.25)
+
+
+def balanced_factors(rank: int) -> tuple[int, int]:
+    """p·q = rank with p ≤ q as near to each other as can be: the sides of LaX's tensor gate."""
+    p = next(p for p in range(math.isqrt(rank), 0, -1) if rank % p == 0)
+    return p, rank // p

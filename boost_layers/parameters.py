@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from boost_layers.initialization import (
+    balanced_factors,
     cola_std,
     draw_normal,
     draw_truncated_normal,
@@ -126,12 +127,6 @@ class FactorTensors(NamedTuple):
     """LaX's: none, E₁ `[p, p]` and E₂ `[q, q]`, or W `[r, r]` and b `[r]`; whole."""
     norm: tuple[Tensor, ...]
     """LaX's: none, γ, or γ and β, `[r]`; whole."""
-
-
-def balanced_factors(rank: int) -> tuple[int, int]:
-    """p·q = rank with p ≤ q as near to each other as can be: LaX's tensor gate."""
-    p = next(p for p in range(math.isqrt(rank), 0, -1) if rank % p == 0)
-    return p, rank // p
 
 
 class Factors(ShardedWeights):

@@ -40,6 +40,8 @@ BTP = LowRankConfig(arch="cola", attn_rank=12, mlp_rank=20)
 VANILLA = replace(BTP, tp="vanilla")
 REPLICATED = replace(VANILLA, vanilla_attention="replicated")
 DENSE = LowRankConfig(arch="dense")
+LAX = replace(BTP, arch="lax")
+CHECKPOINTED = replace(BTP, recompute=True)
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -58,7 +60,54 @@ CASES: dict[str, dict[str, Any]] = {
     "btp full recompute": {"low_rank": BTP, "transformer": FULL},
     "btp block recompute": {"low_rank": BTP, "transformer": BLOCK},
     "btp selective recompute": {"low_rank": BTP, "transformer": SELECTIVE},
+    "btp fp16": {"low_rank": BTP, "dtype": torch.float16},
+    "btp fp16 ungrouped": {"low_rank": replace(BTP, grouping=False), "dtype": torch.float16},
+    "btp fp16 sync": {"low_rank": replace(BTP, norm="sync"), "dtype": torch.float16},
+    "btp fused embedding": {"low_rank": BTP},
+    "btp fused embedding full recompute": {"low_rank": BTP, "transformer": FULL},
+    "btp ranks": {
+        "low_rank": LowRankConfig(arch="cola", ranks="q=2,k=4,v=6,o=8,gate=10,up=12,down=14")
+    },
     "svd": {"low_rank": replace(BTP, arch="svd")},
+    "checkpointed": {"low_rank": CHECKPOINTED},
+    "checkpointed bf16": {"low_rank": CHECKPOINTED, "dtype": torch.bfloat16},
+    "checkpointed ungrouped": {"low_rank": replace(CHECKPOINTED, grouping=False)},
+    "checkpointed residual": {"low_rank": replace(CHECKPOINTED, recompute_residual=True)},
+    "checkpointed shard": {"low_rank": replace(CHECKPOINTED, recompute_shard=True)},
+    "checkpointed residual shard": {
+        "low_rank": replace(CHECKPOINTED, recompute_residual=True, recompute_shard=True)
+    },
+    "lax": {"low_rank": LAX},
+    "lax bf16": {"low_rank": LAX, "dtype": torch.bfloat16},
+    "lax ungrouped": {"low_rank": replace(LAX, grouping=False)},
+    "lax linear rmsnorm": {"low_rank": replace(LAX, lax_gate="linear", lax_norm="rmsnorm")},
+    "lax identity none svd": {
+        "low_rank": replace(LAX, lax_gate="identity", lax_norm="none", lax_base="svd")
+    },
+    "lax full recompute": {"low_rank": LAX, "transformer": FULL},
+    "lax block recompute": {"low_rank": LAX, "transformer": BLOCK},
+    "lax checkpointed": {"low_rank": replace(LAX, recompute=True)},
+    "lax checkpointed residual shard": {
+        "low_rank": replace(LAX, recompute=True, recompute_residual=True, recompute_shard=True)
+    },
+    "lax vanilla": {"low_rank": replace(LAX, tp="vanilla")},
+    "lax vanilla ungrouped": {"low_rank": replace(LAX, tp="vanilla", grouping=False)},
+    "lax vanilla identity none svd": {
+        "low_rank": replace(LAX, tp="vanilla", lax_gate="identity", lax_norm="none", lax_base="svd")
+    },
+    "lax vanilla full recompute": {"low_rank": replace(LAX, tp="vanilla"), "transformer": FULL},
+    "lax vanilla block identity none svd": {
+        "low_rank": replace(
+            LAX, tp="vanilla", lax_gate="identity", lax_norm="none", lax_base="svd"
+        ),
+        "transformer": BLOCK,
+    },
+    "lax mixed": {"low_rank": replace(LAX, layers="1-2")},
+    "btp mixed": {"low_rank": replace(BTP, layers="1-1")},
+    "btp mixed first": {"low_rank": replace(BTP, layers="0-0")},
+    "btp mixed checkpointed": {"low_rank": replace(CHECKPOINTED, layers="1-1")},
+    "btp mixed full recompute": {"low_rank": replace(BTP, layers="1-1"), "transformer": FULL},
+    "vanilla mixed": {"low_rank": replace(VANILLA, layers="0-1")},
     "vanilla": {"low_rank": VANILLA},
     "vanilla bf16": {"low_rank": VANILLA, "dtype": torch.bfloat16},
     "vanilla ungrouped": {"low_rank": replace(VANILLA, grouping=False)},
@@ -77,12 +126,28 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+GQA_CASES = (
+    "btp",
+    "btp ungrouped",
+    "btp selective recompute",
+    "checkpointed",
+    "lax vanilla",
+    "vanilla",
+    "vanilla ungrouped",
+    "vanilla replicated",
+    "dense",
+    "dense sequence-parallel",
+)
+
+
 def cases_of(tp: int) -> dict[str, Case]:
     cases = {}
     for name, settings in CASES.items():
         if tp == 1 and settings.get("sequence_parallel"):
             continue
         for suffix, kv_heads in (("", 8), (" gqa", 4)):
+            if suffix and name not in GQA_CASES:
+                continue
             plain = replace(PLAIN, kv_heads=kv_heads, tied=bool(suffix))
             cases[name + suffix] = Case(
                 plain=plain,
@@ -95,17 +160,23 @@ def cases_of(tp: int) -> dict[str, Case]:
 
 def measure_each(cases: dict[str, Case]) -> dict[str, Measured]:
     with tensor_parallel_state(next(iter(cases.values())).tp):
-        return {name: measure(case, SEQUENCE, BATCH) for name, case in cases.items()}
+        return {
+            name: measure(case, SEQUENCE, BATCH, fused_embedding="fused" in name)
+            for name, case in cases.items()
+        }
 
 
-def accounted_collectives(model: Model, layout: Layout) -> dict[tuple[str, str, str], Any]:
+def accounted_collectives(
+    model: Model, layout: Layout, *, fused_embedding: bool
+) -> dict[tuple[str, str, str], Any]:
     again = checkpointed_layers(model, layout, 0)
     total: dict[tuple[str, str, str], Any] = {}
     parts = [
         ("layer", layer_collectives(model, layout, layer, checkpointed=layer in again))
         for layer in range(model.num_layers)
     ]
-    for scope, collectives in [*parts, ("border", border_collectives(model, layout, 0))]:
+    borders = border_collectives(model, layout, 0, fused_embedding=fused_embedding)
+    for scope, collectives in [*parts, ("border", borders)]:
         for (phase, operation), traffic in collectives.items():
             calls, size = total.get((scope, phase, operation), (0, 0))
             total[scope, phase, operation] = (calls + traffic.calls, size + traffic.bytes)
@@ -123,6 +194,6 @@ def test_a_built_model_is_as_accounted(tp: int) -> None:
                 shapes={n: t.on_rank(tp) for n, t in stage_tensors(model, layout, 0).items()},
                 kept_bytes=kept_activation_bytes(model, layout, 0),
                 flops=rank_hardware_flops(model, layout, 0, uncausal),
-                collectives=accounted_collectives(model, layout),
+                collectives=accounted_collectives(model, layout, fused_embedding="fused" in name),
             )
             assert (name, found[name]) == (name, expected)

@@ -7,8 +7,11 @@ accounting.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from boost_layers.communication import LEDGER
+from boost_layers.embedding import fuse_embedding_border
+from boost_layers.kept import KeptTokens
 from megatron.boost.accounting.sizes import Layout, Model
 from tests.support.parallel_gpt import Case, parallel_gpt
 
@@ -72,6 +77,7 @@ class KeptMemory:
     def __init__(self, module: nn.Module) -> None:
         self._own = {p.untyped_storage()._cdata for p in module.parameters()}
         self._found: dict[int, Tensor] = {}
+        self._shares: list[KeptTokens] = []
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Note `tensor` and hold it, so that its memory is not given to another one meanwhile."""
@@ -80,13 +86,28 @@ class KeptMemory:
             self._found.setdefault(storage, tensor)
         return tensor
 
-    def hooks(self) -> Any:
-        """The context in which to run the forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """The context in which to run the forward. What our Functions keep beside the graph, their
+        rank's share of a latent, is noted too."""
+        keep = KeptTokens.keep
+
+        def noting(share: KeptTokens, whole: Tensor) -> None:
+            keep(share, whole)
+            self._shares.append(share)
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor),
+            mock.patch.object(KeptTokens, "keep", noting),
+        ):
+            yield
 
     @property
     def bytes(self) -> int:
-        """Of everything noted."""
+        """Of everything noted that somebody will ask for."""
+        for share in self._shares:
+            if share._consumers and share._share is not None:
+                self.pack(share._share)
         return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
 
 
@@ -106,10 +127,12 @@ def counted_flops(loss: Any) -> int:
     return counter.get_total_flops()
 
 
-def measure(case: Case, sequence: int, batch: int) -> Measured:
+def measure(case: Case, sequence: int, batch: int, *, fused_embedding: bool = False) -> Measured:
     """On a rank: build the case's model and run it three times, for memory, operations and
     collectives."""
     with parallel_gpt(case) as model:
+        if fused_embedding:
+            fuse_embedding_border(model)
         vocabulary = case.plain.vocab_size
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(vocabulary, (batch, sequence), generator=generator)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from boost_layers.config import LowRankConfig
+from boost_layers.initialization import balanced_factors
 from megatron.boost.accounting.parameters import (
-    balanced_factors,
     layer_parameters,
     layer_tensors,
     model_parameters,

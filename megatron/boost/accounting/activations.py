@@ -7,7 +7,8 @@ another that keeps q, k, v, its output and the log-sum-exp.
 
 from __future__ import annotations
 
-from boost_layers.ops import statistics_columns
+from boost_layers.ops import message_dtype, statistics_columns
+from megatron.boost.accounting.collectives import stage_message_bytes
 from megatron.boost.accounting.flops import checkpointed_layers
 from megatron.boost.accounting.sizes import Layout, Model
 
@@ -25,42 +26,67 @@ def _statistics_bytes(layout: Layout) -> int:
 def layer_activation_bytes(model: Model, layout: Layout, layer: int) -> Parts:
     """What one layer keeps of one micro-batch on one rank, without full recompute.
 
-    Checkpointing at the latents keeps the pre-activation latents, the residual inputs and ρ.
+    Checkpointing at the latents keeps the latents, the residual inputs and ρ only; with
+    `recompute_residual` one residual input, with `recompute_shard` 1/T of the latents.
     """
     settings = model.settings(layer)
-    if settings.recompute:
-        return _latent_checkpoint(model, layout, layer)
     parts = _residual_and_norms(model, layout, layer)
     if settings.low_rank:
-        parts["latents"] = _latent_bytes(model, layout, layer)
-        parts |= _statistics_columns(model, layout, layer)
+        parts |= _latents(model, layout, layer)
+    if settings.recompute:
+        return parts
     return {**parts, **_attention(model, layout, layer), **_mlp(model, layout, layer)}
 
 
-def _rank_share(model: Model, layout: Layout, layer: int) -> int:
-    """Into how many parts a latent is split: T under vanilla, whose A is split over the rank."""
-    return layout.tensor_parallel if model.strategy(layer) == "vanilla" else 1
+def _latents(model: Model, layout: Layout, layer: int) -> Parts:
+    """The latents before φ, which is computed again.
+
+    With LaX, w = u + G(z₋₁) for every projection, and under BTP u too for those behind a norm,
+    whose backward needs it; γ and β of grouped latent norms side by side; under vanilla both this
+    rank's shares of z and the whole w. Where the layer before is on another stage, or latents go
+    through full recompute, its z as it arrived.
+    """
+    settings, tp = model.settings(layer), layout.tensor_parallel
+    btp = model.strategy(layer) == "btp"
+    crossed = model.crossed(layer)
+    n, number = layout.tokens, layout.dtype.itemsize
+    all_bytes = n * model.ranks(layer) * number
+    kept_share = tp if settings.recompute_shard else 1
+    parts = {"latents": all_bytes // (kept_share if btp else tp)}
+    if crossed:
+        norms = {"none": 0, "rmsnorm": 1, "layernorm": 2}[settings.lax_norm]
+        parts["latent norms, grouped"] = norms * model.ranks(layer) * number
+        if layout.recompute == "full" or layout.opens_stage(model, layer):
+            parts["latents of the layer before"] = all_bytes
+    if btp:
+        behind_norm = sum(p.rank or 0 for group in model.groups(layer)[::2] for p in group)
+        if crossed:
+            parts["latents before the crossing"] = n * behind_norm * number // kept_share
+        # Online statistics arrive in one message with latents that stay part of it.
+        in_message = kept_share == 1 and message_dtype(layout.dtype) == layout.dtype
+        if settings.norm == "online" and tp > 1 and in_message:
+            columns = statistics_columns(layout.dtype, tp)
+            parts["statistics' columns"] = 2 * n * columns * number
+    elif settings.crossing and _whole_latents_kept(model, layout, layer):
+        parts["whole latents"] = all_bytes
+    return parts
 
 
-def _latent_bytes(model: Model, layout: Layout, layer: int) -> int:
-    """The pre-activation latents u of all projections; φ(u) is computed again."""
-    ranks = sum(projection.rank or 0 for projection in model.projections(layer))
-    width = ranks // _rank_share(model, layout, layer)
-    return layout.tokens * width * layout.dtype.itemsize
-
-
-def _statistics_columns(model: Model, layout: Layout, layer: int) -> Parts:
-    """Online statistics arrive in one message with the latents, which stay part of it."""
-    online = model.strategy(layer) == "btp" and model.settings(layer).norm == "online"
-    if not online or layout.tensor_parallel == 1:
-        return {}
-    columns = statistics_columns(layout.dtype, layout.tensor_parallel)
-    return {"statistics' columns": 2 * layout.tokens * columns * layout.dtype.itemsize}
+def _whole_latents_kept(model: Model, layout: Layout, layer: int) -> bool:
+    """Whether vanilla LaX keeps w of a layer: for φ and its norm, or for the next layer's gate."""
+    settings = model.settings(layer)
+    normed = model.crossed(layer) and settings.lax_norm != "none"
+    directly = (
+        model.hands_on(layer)
+        and layout.recompute != "full"
+        and not layout.opens_stage(model, layer + 1)
+    )
+    return normed or directly or settings.activation != "identity"
 
 
 def _residual_and_norms(model: Model, layout: Layout, layer: int) -> Parts:
     """The input and ρ of both norms, and where the norm is not folded into A its output."""
-    strategy = model.strategy(layer)
+    strategy, settings = model.strategy(layer), model.settings(layer)
     n, number = layout.tokens, layout.dtype.itemsize
     # BTP splits the stream along hidden and knows every token's ρ; sequence parallelism splits
     # the tokens.
@@ -68,7 +94,7 @@ def _residual_and_norms(model: Model, layout: Layout, layer: int) -> Parts:
     stream = n * model.hidden_size * number // split
     tokens_of_rho = n if strategy == "btp" else n // split
     parts = {
-        "residual inputs": 2 * stream,
+        "residual inputs": (1 if settings.recompute_residual else 2) * stream,
         "rho": 2 * tokens_of_rho * _statistics_bytes(layout),
     }
     if strategy != "btp":
@@ -106,38 +132,31 @@ def _mlp(model: Model, layout: Layout, layer: int) -> Parts:
     return {"gate, up, product": 3 * layout.tokens * width * layout.dtype.itemsize}
 
 
-def _latent_checkpoint(model: Model, layout: Layout, layer: int) -> Parts:
-    """BTP with checkpointing at the latents."""
-    settings = model.settings(layer)
-    n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
-    kept_streams = 1 if settings.recompute_residual else 2
-    latents = _latent_bytes(model, layout, layer)
-    return {
-        "residual inputs": kept_streams * n * model.hidden_size // tp * number,
-        "rho": 2 * n * _statistics_bytes(layout),
-        "latents": latents // tp if settings.recompute_shard else latents,
-    }
-
-
-def checkpoint_bytes(model: Model, layout: Layout) -> int:
-    """The input of a layer that full recompute keeps in place of what is inside: `[n, d]`, split
-    over T with sequence parallelism and between BTP layers."""
-    whole = layout.tokens * model.hidden_size * layout.dtype.itemsize
-    return whole // layout.split_tokens(model)
+def checkpoint_bytes(model: Model, layout: Layout, layer: int) -> int:
+    """What full recompute keeps in place of the inside of a unit of layers that begins with
+    `layer`: its input `[n, d]`, split over T with sequence parallelism and between BTP layers, with
+    LaX's latents beside it: all of them, or at a stage's beginning this rank's share."""
+    n, number, split = layout.tokens, layout.dtype.itemsize, layout.split_tokens(model)
+    stream = n * model.hidden_size // split * number
+    if not model.low_rank.crossing or layer == 0:
+        return stream
+    if layout.opens_stage(model, layer):
+        return stage_message_bytes(model, layout)
+    return stream + (n * model.ranks(layer) * number if model.crossed(layer) else 0)
 
 
 def chunk_activation_bytes(model: Model, layout: Layout, layers: tuple[int, ...]) -> int:
     """What the layers of one virtual stage keep of one micro-batch on one rank."""
     kept, checkpoints = layers, 0
-    if layout.recompute == "full":
+    if layout.recompute == "full" and layers:
         unit = layout.recompute_layers
         if layout.recompute_method == "uniform":
-            kept, number = (), -(-len(layers) // unit)
+            kept, begins = (), layers[::unit]
         else:
-            kept, number = layers[unit:], min(unit, len(layers))
+            kept, begins = layers[unit:], layers[:unit]
         # The angles of RoPE, in fp32, are an input of every unit and there once.
-        angles = layout.sequence_length * model.rotated_channels * 4
-        checkpoints = number * checkpoint_bytes(model, layout) + (angles if number else 0)
+        checkpoints = layout.sequence_length * model.rotated_channels * 4
+        checkpoints += sum(checkpoint_bytes(model, layout, layer) for layer in begins)
     return checkpoints + sum(
         sum(layer_activation_bytes(model, layout, layer).values()) for layer in kept
     )

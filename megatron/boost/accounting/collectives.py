@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from boost_layers.carry import width_between_stages
 from boost_layers.communication import Operation, Phase
-from boost_layers.ops import statistics_columns
+from boost_layers.ops import message_dtype, statistics_columns
 from megatron.boost.accounting.flops import checkpointed_layers
 from megatron.boost.accounting.sizes import Layout, Model
 
@@ -42,7 +43,7 @@ def layer_collectives(
     model: Model, layout: Layout, layer: int, *, checkpointed: bool = False
 ) -> Collectives:
     """The collectives of one layer and micro-batch; `checkpointed` by full recompute, the forward's
-    happen once more in backward."""
+    happen once more in backward ("recompute")."""
     collectives: Collectives = {}
     if layout.tensor_parallel > 1:
         count = {"dense": _dense, "vanilla": _vanilla, "btp": _btp}[model.strategy(layer)]
@@ -60,32 +61,46 @@ Collective = tuple[Phase, Operation, float]
 
 def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
     """An all-reduce of every (grouped) latent, forward with the statistics of the norm before it,
-    and of every latent's gradient."""
+    and of every latent's gradient; an all-gather of every latent that is kept by shares."""
     settings = model.settings(layer)
-    n, number = layout.tokens, layout.dtype.itemsize
-    columns = statistics_columns(layout.dtype, layout.tensor_parallel)
+    n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
+    # Before the norm is applied a latent may be too large for fp16.
+    online_dtype = message_dtype(layout.dtype)
+    columns = statistics_columns(online_dtype, tp)
     for group in model.groups(layer):
         after_norm = len(group) > 1
-        if after_norm and settings.norm == "sync":
+        online = after_norm and settings.norm == "online"
+        if after_norm and not online:
             yield "forward", "all_reduce", n * _FP32_BYTES
         messages = [group] if settings.grouping else [(projection,) for projection in group]
         for position, message in enumerate(messages):
             width = sum(projection.rank or 0 for projection in message)
-            carries = after_norm and settings.norm == "online" and position == 0
-            yield "forward", "all_reduce", n * (width + (columns if carries else 0)) * number
+            more = columns if online and position == 0 else 0
+            size = online_dtype.itemsize if online else number
+            yield "forward", "all_reduce", n * (width + more) * size
             yield "backward", "all_reduce", n * width * number
+            if settings.recompute_shard:
+                yield "recompute", "all_gather", n * width * number / tp
+                if model.crossed(layer) and after_norm:
+                    # u, for the norm's backward, beside w.
+                    yield "recompute", "all_gather", n * width * number / tp
 
 
 def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
     """An all-reduce of every projection's output forward; backward one of every (grouped) input's
     gradient. Sliced heads: o's input is gathered and its gradient scattered, and the gradients of
-    q, k and v are gathered."""
+    q, k and v are gathered. LaX: the shares of every (grouped) latent are gathered, and those of
+    its gradient."""
     settings = model.settings(layer)
     per_column = layout.tokens * layout.dtype.itemsize
     sliced = settings.vanilla_attention == "sliced"
     for position, group in enumerate(model.groups(layer)):
         runs = [group] if settings.grouping else [(projection,) for projection in group]
         for run in runs:
+            if settings.crossing:
+                width = sum(projection.rank or 0 for projection in run) / layout.tensor_parallel
+                yield "forward", "all_gather", per_column * width
+                yield "backward", "all_gather", per_column * width
             for projection in run:
                 yield "forward", "all_reduce", per_column * projection.out_features
             if sliced and position == 0:
@@ -118,23 +133,58 @@ def _dense(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
         yield "backward", "reduce_scatter", whole
 
 
-def border_collectives(model: Model, layout: Layout, pp_rank: int) -> Collectives:
-    """What turns the residual stream from sequence- to hidden-sharded and back around the BTP
-    layers of a pipeline stage: an all-to-all of `[n, d/T]` before the model's first layer, one
-    before the final norm, and their conjugates."""
+def border_collectives(
+    model: Model, layout: Layout, pp_rank: int, *, fused_embedding: bool = True
+) -> Collectives:
+    """What is communicated around the layers of a pipeline stage.
+
+    Where the residual stream turns from sequence- to hidden-sharded or back, beside full-rank
+    layers and before the final norm, an all-to-all of `[n, d/T]` and its conjugate; after the
+    embedding, if that border is fused, a reduce-scatter of `[n, d]`, and an all-gather of
+    `[n, d/T]` backward. LaX between stages: an all-gather of the latents' shares on arrival, and
+    of their gradients' on the sending side.
+    """
     collectives: Collectives = {}
-    if layout.tensor_parallel == 1 or not (model.low_rank.low_rank and model.low_rank.tp == "btp"):
+    tp = layout.tensor_parallel
+    if tp == 1:
         return collectives
-    n, d, tp = layout.tokens, model.hidden_size, layout.tensor_parallel
-    shard = n * d * layout.dtype.itemsize / tp
-    first = 0 in layout.layers(model, pp_rank)
-    for present in (first, layout.has_head(pp_rank)):
-        if present:
-            _add(collectives, "forward", "all_to_all", shard)
-            _add(collectives, "backward", "all_to_all", shard)
-    if first and 0 in checkpointed_layers(model, layout, pp_rank):
-        _add(collectives, "recompute", "all_to_all", shard)
+    shard = layout.tokens * model.hidden_size * layout.dtype.itemsize / tp
+    again = checkpointed_layers(model, layout, pp_rank)
+
+    def exchange(layer: int | None) -> None:
+        _add(collectives, "forward", "all_to_all", shard)
+        _add(collectives, "backward", "all_to_all", shard)
+        if layer in again:
+            _add(collectives, "recompute", "all_to_all", shard)
+
+    for layer in layout.layers(model, pp_rank):
+        if model.enters_by_sequence(layer):
+            if layer == 0 and fused_embedding and layout.has_embedding(pp_rank):
+                _add(collectives, "forward", "reduce_scatter", shard * tp)
+                _add(collectives, "backward", "all_gather", shard)
+            else:
+                exchange(layer)
+        if model.leaves_by_sequence(layer):
+            exchange(layer)
+        latents = layout.tokens * model.ranks(layer) * layout.dtype.itemsize / tp
+        if model.crossed(layer) and layout.opens_stage(model, layer):
+            _add(collectives, "forward", "all_gather", latents)
+            if layer in again:
+                _add(collectives, "recompute", "all_gather", latents)
+        if model.hands_on(layer) and layout.opens_stage(model, layer + 1):
+            _add(collectives, "backward", "all_gather", latents)
+    if layout.has_head(pp_rank) and model.settings(model.num_layers - 1).hidden_sharded:
+        exchange(None)
     return collectives
+
+
+def stage_message_bytes(model: Model, layout: Layout) -> int:
+    """The tensor that one rank sends to the next pipeline stage, and gets back as a gradient:
+    `[n, d]` (split over T with sequence parallelism and between BTP layers), with LaX's latents
+    beside it."""
+    rows = layout.tokens // layout.split_tokens(model)
+    latents = width_between_stages(model.low_rank, model.hidden_size, layout.tensor_parallel)
+    return rows * (model.hidden_size + latents) * layout.dtype.itemsize
 
 
 def wire_bytes(collectives: Collectives, tensor_parallel: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.boost.accounting.parameters import balanced_factors
+from boost_layers.initialization import balanced_factors
 from megatron.boost.accounting.sizes import Layout, Model
 
 _BACKWARD = 2
@@ -48,6 +48,14 @@ def layer_gate_flops_per_token(model: Model, layer: int) -> int:
         return 0
     gate = model.settings(layer).lax_gate
     return sum(gate_flops_per_token(p.rank or 0, gate) for p in model.projections(layer))
+
+
+def layer_gate_again_flops_per_token(model: Model, layer: int) -> int:
+    """What the backward of tensor gates computes once more, Z·E₂: 2rq for each projection."""
+    if not model.crossed(layer) or model.settings(layer).lax_gate != "tensor":
+        return 0
+    ranks = [projection.rank or 0 for projection in model.projections(layer)]
+    return sum(2 * rank * balanced_factors(rank)[1] for rank in ranks)
 
 
 def layer_projection_flops_per_token(model: Model, layer: int) -> int:
@@ -101,19 +109,22 @@ def rank_layer_recompute_flops(
     Full recompute: the layer's forward, if it is `checkpointed`. Recompute of the core attention:
     that. Checkpointing at the latents: the up-projections of q, k, v, gate and up and the
     attention, but no down-projection and neither closing up-projection; with the second residual
-    input rebuilt, o's up-projection too.
+    input rebuilt, o's up-projection too. Tensor gates compute one of their two products again
+    whatever is checkpointed.
     """
+    gates = layer_gate_again_flops_per_token(model, layer) * work.tokens
     if layout.recompute == "full" and checkpointed:
-        return rank_layer_forward_flops(model, layout, layer, work)
+        return gates + rank_layer_forward_flops(model, layout, layer, work)
     settings = model.settings(layer)
     if settings.recompute:
         (q, k, v), (o,), (gate, up), _ = model.groups(layer)
         again = [q, k, v, gate, up, *([o] if settings.recompute_residual else [])]
         ups = sum(2 * p.out_features * (p.rank or 0) for p in again) / layout.tensor_parallel
-        return ups * work.tokens + _rank_attention_flops(model, layout, layer, work)
+        attention = _rank_attention_flops(model, layout, layer, work)
+        return gates + ups * work.tokens + attention
     if layout.recompute == "core_attention":
-        return _rank_attention_flops(model, layout, layer, work)
-    return 0
+        return gates + _rank_attention_flops(model, layout, layer, work)
+    return gates
 
 
 def _rank_attention_flops(model: Model, layout: Layout, layer: int, work: Work) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from boost_layers.initialization import balanced_factors
 from megatron.boost.accounting.sizes import Layout, Model
 
 
@@ -33,12 +34,6 @@ class ShardedShape:
 
 
 Tensors = dict[str, ShardedShape]
-
-
-def balanced_factors(rank: int) -> tuple[int, int]:
-    """p·q = r with p ≤ q as near to each other as can be: the sides of LaX's tensor gate."""
-    p = next(p for p in range(math.isqrt(rank), 0, -1) if rank % p == 0)
-    return p, rank // p
 
 
 def layer_tensors(model: Model, layer: int) -> Tensors:
@@ -73,16 +68,16 @@ def crossing_tensors(model: Model, layer: int, rank: int) -> Tensors:
     settings = model.settings(layer)
     tensors: Tensors = {}
     if settings.lax_gate == "linear":
-        tensors["gate.weight"] = ShardedShape((rank, rank), None)
-        tensors["gate.bias"] = ShardedShape((rank,), None)
+        tensors["gate_weight"] = ShardedShape((rank, rank), None)
+        tensors["gate_bias"] = ShardedShape((rank,), None)
     elif settings.lax_gate == "tensor":
         p, q = balanced_factors(rank)
-        tensors["gate.left"] = ShardedShape((p, p), None)
-        tensors["gate.right"] = ShardedShape((q, q), None)
+        tensors["gate_left"] = ShardedShape((p, p), None)
+        tensors["gate_right"] = ShardedShape((q, q), None)
     if settings.lax_norm != "none":
-        tensors["latent_norm.weight"] = ShardedShape((rank,), None)
+        tensors["norm_weight"] = ShardedShape((rank,), None)
     if settings.lax_norm == "layernorm":
-        tensors["latent_norm.bias"] = ShardedShape((rank,), None)
+        tensors["norm_bias"] = ShardedShape((rank,), None)
     return tensors
 
 

@@ -104,6 +104,31 @@ class Model:
         settings = self.settings(layer)
         return settings.crossing and layer != self.low_rank.first_layer
 
+    def hands_on(self, layer: int) -> bool:
+        """Whether latents of this layer cross over into the next (LaX)."""
+        return self.settings(layer).crossing and (
+            layer + 1 < self.num_layers and self.crossed(layer + 1)
+        )
+
+    def enters_by_sequence(self, layer: int) -> bool:
+        """Whether a layer that takes the residual stream sharded along hidden follows one (or the
+        embedding) that leaves it sharded along the sequence."""
+        before = layer > 0 and self.settings(layer - 1).hidden_sharded
+        return self.settings(layer).hidden_sharded and not before
+
+    def leaves_by_sequence(self, layer: int) -> bool:
+        """Whether a full-rank layer follows a layer that leaves the stream sharded along hidden."""
+        last = layer + 1 == self.num_layers
+        return (
+            self.settings(layer).hidden_sharded
+            and not last
+            and not self.settings(layer + 1).hidden_sharded
+        )
+
+    def ranks(self, layer: int) -> int:
+        """Σ r of a layer's projections; 0 where they are full-rank."""
+        return sum(projection.rank or 0 for projection in self.projections(layer))
+
     def projections(self, layer: int) -> tuple[Projection, ...]:
         """q, k, v, o, gate, up, down of one layer."""
         d, f = self.hidden_size, self.ffn_hidden_size
@@ -192,6 +217,12 @@ class Layout:
         ]
         return tuple(tuple(range(start, start + length)) for start in starts)
 
+    def opens_stage(self, model: Model, layer: int) -> bool:
+        """Whether a layer is the first of a (virtual) stage other than the model's first."""
+        stages = range(self.pipeline_parallel)
+        firsts = [chunk[:1] for stage in stages for chunk in self.chunks(model, stage)]
+        return layer > 0 and (layer,) in firsts
+
     def layers(self, model: Model, pp_rank: int) -> tuple[int, ...]:
         """All layers of a pipeline rank."""
         return tuple(layer for chunk in self.chunks(model, pp_rank) for layer in chunk)
@@ -207,8 +238,8 @@ class Layout:
     def split_tokens(self, model: Model) -> int:
         """Into how many parts the tokens are split at the borders of the stack of layers: T with
         sequence parallelism, which BTP always has there, else 1."""
-        btp = model.low_rank.low_rank and model.low_rank.tp == "btp"
-        return self.tensor_parallel if btp or self.sequence_parallel else 1
+        split = model.low_rank.hidden_sharded or self.sequence_parallel
+        return self.tensor_parallel if split else 1
 
 
 def validate_layout(model: Model, layout: Layout) -> None:
