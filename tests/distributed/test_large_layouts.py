@@ -3,7 +3,7 @@ in a `fake` process group of 64. Shapes, bytes and collectives are those of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from boost_layers.carry import width_between_stages
 from boost_layers.communication import LEDGER
 from boost_layers.config import LowRankConfig
-from megatron.boost.accounting.activations import layer_activation_bytes
-from megatron.boost.accounting.collectives import border_collectives, layer_collectives
+from megatron.boost.accounting.activations import chunk_activation_bytes, head_activation_bytes
+from megatron.boost.accounting.collectives import (
+    border_collectives,
+    layer_collectives,
+    stage_message_bytes,
+)
 from megatron.boost.accounting.parameters import (
     layer_parameters,
     model_parameters,
@@ -55,6 +60,11 @@ STRATEGIES = {
     "btp": COLA,
     "vanilla": replace(COLA, tp="vanilla"),
     "dense": LowRankConfig(arch="dense"),
+    "svd": replace(COLA, arch="svd"),
+    "lax": replace(COLA, arch="lax"),
+    "lax vanilla": replace(COLA, arch="lax", tp="vanilla"),
+    "mixed": replace(COLA, layers="4-43"),
+    "checkpointed": replace(COLA, recompute=True),
 }
 
 
@@ -65,7 +75,8 @@ class Built:
     shapes: dict[str, tuple[int, ...]]
     devices: set[str]
     parameter_bytes: int
-    layer_kept_bytes: int
+    kept_bytes: int
+    output_bytes: int
     layer_collectives: dict[tuple[str, str], tuple[int, int]]
     border_collectives: dict[tuple[str, str], tuple[int, int]]
 
@@ -99,7 +110,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def build(low_rank: LowRankConfig, tp_rank: int, pp_rank: int) -> Built:
-    """The stage of one rank, and a forward and backward through its first layer."""
+    """The stage of one rank, and a forward and backward through its layers."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -142,17 +153,24 @@ def build(low_rank: LowRankConfig, tp_rank: int, pp_rank: int) -> Built:
                 share_embeddings_and_output_weights=False,
                 position_embedding_type="rope",
             )
-        layer = stage.decoder.layers[0]
-        stream = LAYOUT.sequence_length // (TP if config.sequence_parallel else 1)
-        x = torch.empty(stream, 1, D, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        angles = torch.empty(LAYOUT.sequence_length, 1, 1, D // HEADS, device="meta")
+        tokens, split = LAYOUT.sequence_length, TP if config.sequence_parallel else 1
+        width = D + (width_between_stages(low_rank, D, TP) if pp_rank > 0 else 0)
+        x = torch.empty(
+            tokens // split, 1, width, dtype=torch.bfloat16, device="meta", requires_grad=True
+        )
+        angles = torch.empty(tokens, 1, 1, D // HEADS, device="meta")
         kept = KeptMemory(stage)
         LEDGER.clear()
         with (
             kept.hooks(),
             mock.patch("torch.nn.functional.scaled_dot_product_attention", flash_attention),
         ):
-            out, _ = layer(x, rotary_pos_emb=angles)
+            out, context = x, None
+            for layer in stage.decoder.layers:
+                out, context = layer(out, context=context, rotary_pos_emb=angles)
+            output_bytes = out.numel() * out.element_size()
+            if stage.post_process:
+                out = stage.decoder.final_layernorm(out)
         out.sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape
 
@@ -168,7 +186,8 @@ def build(low_rank: LowRankConfig, tp_rank: int, pp_rank: int) -> Built:
             shapes={canonical_name(stage, n): tuple(p.shape) for n, p in parameters.items()},
             devices={p.device.type for p in parameters.values()},
             parameter_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
-            layer_kept_bytes=kept.bytes,
+            kept_bytes=kept.bytes,
+            output_bytes=output_bytes,
             layer_collectives=counts("layer"),
             border_collectives=counts("border"),
         )
@@ -178,7 +197,10 @@ def build_each(low_rank: LowRankConfig, ranks: list[tuple[int, int]]) -> list[Bu
     return [build(low_rank, *rank) for rank in ranks]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [s if s in ("btp", "dense") else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES],
+)
 def test_ranks_of_a_40b_model_are_as_accounted(strategy: str) -> None:
     """The first, a middle and the last stage, each at another place in its TP group."""
     model = replace(MODEL, low_rank=STRATEGIES[strategy])
@@ -190,13 +212,30 @@ def test_ranks_of_a_40b_model_are_as_accounted(strategy: str) -> None:
         assert found.devices == {"meta"}
         assert found.shapes == {name: t.on_rank(TP) for name, t in expected.items()}
         assert found.parameter_bytes == 2 * rank_parameters(model, LAYOUT, pp_rank)
-        first = LAYOUT.layers(model, pp_rank)[0]
-        layers = layer_collectives(model, LAYOUT, first)
-        assert found.layer_collectives == {k: (t.calls, t.bytes) for k, t in layers.items()}
-        borders = border_collectives(model, LAYOUT, pp_rank) if pp_rank == 0 else {}
-        assert found.border_collectives == {k: (t.calls, t.bytes) for k, t in borders.items()}
-        kept = layer_activation_bytes(model, LAYOUT, first)
-        assert found.layer_kept_bytes == sum(kept.values())
+        stage = LAYOUT.layers(model, pp_rank)
+        assert stage == tuple(range(6 * pp_rank, 6 * pp_rank + 6))
+        assert found.layer_collectives == summed(
+            layer_collectives(model, LAYOUT, layer) for layer in stage
+        )
+        borders = border_collectives(model, LAYOUT, pp_rank, fused_embedding=False)
+        assert found.border_collectives == summed([borders])
+        kept = chunk_activation_bytes(model, LAYOUT, stage)
+        if pp_rank == PP - 1:
+            head = head_activation_bytes(model, LAYOUT)
+            kept += head["input of the final norm"] + head["rho"]
+        else:
+            assert found.output_bytes == stage_message_bytes(model, LAYOUT)
+        assert found.kept_bytes == kept
+
+
+def summed(parts: Iterable[Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Collectives of several layers as calls and bytes."""
+    total: dict[tuple[str, str], tuple[int, int]] = {}
+    for part in parts:
+        for key, traffic in part.items():
+            calls, size = total.get(key, (0, 0))
+            total[key] = (calls + traffic.calls, size + traffic.bytes)
+    return total
 
 
 def test_the_40b_model_by_hand() -> None:

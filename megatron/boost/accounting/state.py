@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron.boost.accounting.parameters import rank_parameters
 from megatron.boost.accounting.sizes import Layout, Model
 
@@ -69,12 +67,3 @@ def rank_state_bytes(model: Model, layout: Layout, pp_rank: int) -> StateBytes:
         main_gradients=parameters * each.main_gradients,
         moments=parameters * each.moments,
     )
-
-
-def parameter_bytes(model: Model, layout: Layout, pp_rank: int) -> int:
-    """The weights alone."""
-    return rank_parameters(model, layout, pp_rank) * layout.dtype.itemsize
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of weights by the names that flags and reports use."""
