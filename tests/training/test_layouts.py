@@ -26,7 +26,7 @@ SVD_VANILLA = f"{SVD} --low-rank-tp vanilla"
 # runs by rounding alone within five steps.
 SGD = "--optimizer sgd --lr 0.05"
 LAX = f"--low-rank-arch lax {SGD}"
-LAX_ADAM = "--low-rank-arch lax --adam-eps 1e-2"
+LAX_ADAM = "--low-rank-arch lax --adam-eps 1e-2 --lr 1e-3"
 LAX_VANILLA = f"{LAX} --low-rank-tp vanilla"
 # The layers in the middle, so that low-rank ones begin and end within a stage.
 MIXED = f"{COLA} --low-rank-layers 1-2 {SGD}"
