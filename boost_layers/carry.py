@@ -90,6 +90,7 @@ def unpack(
         z = z.view(x.shape[0] * group.size(), x.shape[1], -1)
     widths = [sum(ranks) for ranks in groups]
     return x.contiguous(), [
-        Latent(part, ranks, "identity")
+        # Contiguous, so that what is computed from it is the same to the bit as within a stage.
+        Latent(part.contiguous(), ranks, "identity")
         for part, ranks in zip(z.split(widths, dim=-1), groups, strict=True)
     ]

@@ -112,7 +112,9 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         value, weight, bias = ctx.saved_tensors
-        dw, *dnorm = ctx.description.activate_backward(_tokens(dz), _tokens(value), weight, bias)
+        # Contiguous, so that the gradient has the same bits whether z went by itself or packed.
+        dz = _tokens(dz).contiguous()
+        dw, *dnorm = ctx.description.activate_backward(dz, _tokens(value), weight, bias)
         return None, dw.view(value.shape), *dnorm
 
 

@@ -75,7 +75,7 @@ class _Segment(torch.autograd.Function):
         du = _tokens(du)
         dy = torch.mm(du, a).view(y.shape)
         da = torch.mm(du.t(), _tokens(y.detach()))
-        wanted_leaves = [t for t, wanted in zip(leaves, needed, strict=True) if wanted]
+        wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
         found = iter(torch.autograd.grad(y, wanted_leaves, dy))
         grads = [next(found) if wanted else None for wanted in needed]
         return None, None, None, None, None, da, *grads

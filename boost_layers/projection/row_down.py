@@ -224,10 +224,10 @@ def down(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Down.apply(y, weight, group)
 
 
-def split_runs(weights: Sequence[Tensor], groups: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Consecutive runs of `weights` of the given lengths."""
+def split_runs[Item](items: Sequence[Item], groups: Sequence[int]) -> list[Sequence[Item]]:
+    """Consecutive runs of `items` of the given lengths."""
     runs, start = [], 0
     for length in groups:
-        runs.append(weights[start : start + length])
+        runs.append(items[start : start + length])
         start += length
     return runs

@@ -304,11 +304,13 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     """Errors are against fp64 arithmetic with the same weights, and their measure is the error of a
     plain model whose every operation is in bf16: no quantity may be far worse (all-reduces round
     at every hop), and on the whole they must be alike."""
+    every = {**CASES, **LAX_CASES}
     names = ["btp", "btp-sync", "btp-ungrouped", "vanilla", "dense"]
+    names += ["svd", "lax", "lax-svd-base", "lax-linear-rmsnorm", "lax-vanilla"]
     names += ["dense-sequence-parallel"] if tp > 1 else []
     given, plainly = {}, {}
     for name in names:
-        case = replace(CASES[name], tp=tp, dtype=torch.bfloat16)
+        case = replace(every[name], tp=tp, dtype=torch.bfloat16)
         exact = reference(case.plain, weights=torch.bfloat16)
         given[name] = case, exact
         in_bf16 = reference(case.plain, weights=torch.bfloat16, arithmetic=torch.bfloat16)
@@ -316,5 +318,7 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     for found in run_ranks(compare, tp, given):
         for name, of_case in found.items():
             ratios = {what: error / plainly[name][what] for what, error in of_case.items()}
-            assert {what: ratio for what, ratio in ratios.items() if not ratio <= 2.5} == {}
+            # LaX's gates are so small that the errors of few numbers count.
+            limit = 3.0 if name.startswith("lax") else 2.5
+            assert {what: ratio for what, ratio in ratios.items() if not ratio <= limit} == {}
             assert statistics.geometric_mean(ratios.values()) <= 1.5
