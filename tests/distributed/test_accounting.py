@@ -68,6 +68,16 @@ CASES: dict[str, dict[str, Any]] = {
     "btp ranks": {
         "low_rank": LowRankConfig(arch="cola", ranks="q=2,k=4,v=6,o=8,gate=10,up=12,down=14")
     },
+    "btp local": {"low_rank": replace(BTP, core_attention="local")},
+    "btp local bf16": {
+        "low_rank": replace(BTP, core_attention="local"),
+        "dtype": torch.bfloat16,
+    },
+    "btp local selective recompute": {
+        "low_rank": replace(BTP, core_attention="local"),
+        "transformer": SELECTIVE,
+    },
+    "dense local": {"low_rank": replace(DENSE, core_attention="local")},
     "svd": {"low_rank": replace(BTP, arch="svd")},
     "checkpointed": {"low_rank": CHECKPOINTED},
     "checkpointed bf16": {"low_rank": CHECKPOINTED, "dtype": torch.bfloat16},
@@ -130,6 +140,7 @@ GQA_CASES = (
     "btp",
     "btp ungrouped",
     "btp selective recompute",
+    "btp local",
     "checkpointed",
     "lax vanilla",
     "vanilla",

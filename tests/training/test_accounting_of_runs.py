@@ -19,6 +19,7 @@ GQA = (
     "--num-layers 3 --untie-embeddings-and-output-weights"
 )
 COLA = "--low-rank-arch cola --low-rank-attn-rank 6 --low-rank-mlp-rank 10"
+LAX = "--low-rank-arch lax --low-rank-rank 8 --low-rank-recompute"
 # Of a low-rank model with MODEL's and GQA's sizes: d 32, f 80, q 48, kv 24, L 3.
 COLA_WEIGHTS = 6 * 2 * (32 + 48) + 6 * 2 * (32 + 24) + 10 * 3 * (32 + 80)
 
@@ -60,6 +61,10 @@ def counted_operations(flags: list[str]) -> list[tuple[float, float, float]]:
                 )
                 own = training.num_floating_point_operations(arguments, 5)
                 result.append((upstream(arguments, 5), own, packed))
+                if arguments.low_rank_arch == "none":
+                    # As in a program that knows none of our flags.
+                    del arguments.low_rank_arch
+                    assert training.num_floating_point_operations(arguments, 5) == own
         assert training.num_floating_point_operations is upstream
     return result
 
@@ -253,6 +258,8 @@ def _held(models: list[Any], optimizer: Any) -> dict[str, int]:
         (f"{COLA} --bf16 --use-distributed-optimizer", 2),
         (f"{COLA} --use-distributed-optimizer", 2),
         ("--low-rank-arch dense --bf16 --tensor-model-parallel-size 2", 2),
+        ("--low-rank-arch lax --low-rank-rank 8 --bf16 --tensor-model-parallel-size 2", 2),
+        (f"{LAX} --fp16 --loss-scale 1 --pipeline-model-parallel-size 2", 2),
     ],
 )
 def test_state_and_theoretical_report_are_those_of_the_built_model(
@@ -266,10 +273,12 @@ def test_state_and_theoretical_report_are_those_of_the_built_model(
         for part in ranks[0][0]:
             held = sum(rank[0][part] for rank in ranks)
             assert (part, held) == (part, sum(rank[1][part] for rank in ranks))
+    accounted = [result[1:] for result in results]
     weight_mib, activation_mib, total_mib = results[0][2]
     # The fp32 copy of 16-bit gradients is there during the optimiser's step only.
-    copies = 4 * results[0][0]["weights"] // 2 if "grad-reduce" in flags else 0
-    assert weight_mib in [(sum(result[1].values()) + copies) / 1024**2 for result in results]
+    copied = "grad-reduce" in flags or "fp16" in flags
+    totals = [sum(held.values()) + (2 * held["weights"] if copied else 0) for held, *_ in accounted]
+    assert weight_mib in [total / 1024**2 for total in totals]
     assert total_mib == pytest.approx(weight_mib + activation_mib)
     closing = (
         f"Theoretical memory footprints: weight and optimizer={weight_mib:.2f} MB, "

@@ -262,7 +262,7 @@ def test_activations_of_a_pipeline() -> None:
     )
 
 
-def test_latent_checkpointing_keeps_a_third_and_less() -> None:
+def test_what_checkpointing_at_the_latents_keeps() -> None:
     """At 7B and TP 4, in numbers per token: latents 7r, residual inputs, statistics."""
     numbers = {
         (): 7 * 1024 + 2 * 1024,
@@ -309,9 +309,8 @@ def test_the_report_is_of_the_stage_that_needs_most() -> None:
     assert footprint.pp_rank == 0
     state = rank_state_bytes(model, layout, 0).total
     assert footprint.weight_and_optimizer_mib == state / 1024**2
-    # Where the head's softmax outweighs the micro-batches in flight, the last stage.
-    wide = replace(model, padded_vocab_size=512 * 1024)
-    assert memory_footprint(wide, layout).pp_rank == 3
+    # With as many micro-batches in flight everywhere, the head's softmax decides.
+    assert memory_footprint(model, replace(layout, micro_batches=1)).pp_rank == 3
     lines = memory_report_lines(model, layout)
     assert "Total number of parameters in billions: 2.82" in lines
     assert "Number of in-flight microbatches: 4" in lines

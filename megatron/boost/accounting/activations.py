@@ -2,7 +2,7 @@
 
 Each figure is a set of named parts, one for each piece of memory that the graph holds; parameters
 and what is freed within the forward are not among them. The core attention is PyTorch's SDPA, or
-another that keeps q, k, v, its output and the log-sum-exp.
+another that keeps q, k, v, its output and the log-sum-exp; or Megatron's local one.
 """
 
 from __future__ import annotations
@@ -118,10 +118,20 @@ def _attention(model: Model, layout: Layout, layer: int) -> Parts:
         # Without RoPE, which copies, q and k are parts of one batched result that v is copied from.
         parts["q, k, v"] += n * kv * number
     parts["attention output, for o"] = n * read * number
-    if layout.recompute != "core_attention":
-        parts["attention output"] = n * q * number
-        heads = model.num_attention_heads // heads_share
-        parts["log-sum-exp"] = n * heads * _statistics_bytes(layout)
+    if layout.recompute == "core_attention":
+        return parts
+    heads = model.num_attention_heads // heads_share
+    if settings.core_attention == "local":
+        # It copies k and v for every query head, and keeps all of softmax(Q·Kᵀ), in fp32 and in
+        # the dtype that P·V is computed in, and the mask.
+        scores = n * layout.sequence_length * heads
+        parts["q, k, v"] = 3 * n * q * number
+        parts["softmax"] = scores * _statistics_bytes(layout)
+        parts["softmax, for v"] = scores * number if number < 4 else 0
+        parts["mask"] = layout.sequence_length**2
+        return parts
+    parts["attention output"] = n * q * number
+    parts["log-sum-exp"] = n * heads * _statistics_bytes(layout)
     return parts
 
 
