@@ -125,6 +125,10 @@ LAYER_CASES = {
     "btp-first-layer": Case(
         plain=replace(MIXED_PLAIN, low_rank_layers=(0, 0)), low_rank=replace(BTP, layers="0-0")
     ),
+    "btp-fused-embedding": Case(plain=PLAIN, low_rank=BTP, padded_vocab=64, fused_embedding=True),
+    "btp-fused-embedding-tied": Case(
+        plain=replace(PLAIN, tied=True), low_rank=BTP, fused_embedding=True
+    ),
     "btp-latent-checkpointing": Case(plain=PLAIN, low_rank=replace(BTP, **LATENT)),
     "btp-latent-checkpointing-gqa-sync-ungrouped": Case(
         plain=replace(PLAIN, **GQA),
