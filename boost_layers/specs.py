@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from boost_layers.attention import SdpaCoreAttention, SelfAttention
 from boost_layers.config import LowRankConfig
@@ -81,13 +82,14 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
     return TEDotProductAttention if use_te and not replicated else SdpaCoreAttention
 
 
-def layer_spec(low_rank: LowRankConfig) -> ModuleSpec:
-    """The spec of one layer, for programs that put their own block together."""
+def layer_spec(low_rank: LowRankConfig, index: int = 0) -> ModuleSpec:
+    """The spec of the layer number `index`, counted from 0 over the whole model, for programs that
+    put their own block together."""
     return ModuleSpec(
         module=LowRankLayer,
         params={"low_rank": low_rank},
         submodules=LowRankLayerSubmodules(
-            projections=projections_class(low_rank),
+            projections=projections_class(low_rank.of_layer(index)),
             self_attention=SelfAttention,
             core_attention=core_attention_class(low_rank),
             mlp=GatedMLP,
@@ -115,11 +117,19 @@ def low_rank_spec(
     validate_model(low_rank, transformer_config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp"])
     layers = get_num_layers_to_build(transformer_config, vp_stage, groups.pp.rank())
-    final_norm = partial(
-        FinalNorm, tp_group=groups.tp, hidden_sharded=projections_class(low_rank).hidden_sharded
-    )
+    first = get_transformer_layer_offset(transformer_config, vp_stage, groups.pp.rank())
+    last = low_rank.of_layer(transformer_config.num_layers - 1)
+    final_norm = partial(FinalNorm, tp_group=groups.tp, hidden_sharded=last.hidden_sharded)
+    if low_rank.crossing and groups.pp.size() > 1:
+        if layers == 0:
+            raise ValueError(
+                "--low-rank-arch lax: a pipeline stage without layers cannot pass latents on; "
+                "nearest legal value: a layout with a layer in every stage"
+            )
+        # The tensor between stages is wider than [s/T, b, d]: Megatron sends its shape ahead.
+        transformer_config.variable_seq_lengths = True
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(low_rank)] * layers, layer_norm=final_norm
+        layer_specs=[layer_spec(low_rank, first + i) for i in range(layers)], layer_norm=final_norm
     )
 
 

@@ -66,7 +66,7 @@ def validate_sizes(low_rank: LowRankConfig, sizes: ModelSizes) -> None:
     _require_heads(sizes.num_attention_heads, sizes.num_query_groups, tp)
     _require_multiple("--hidden-size", sizes.hidden_size, tp, "is split over")
     _require_multiple("--ffn-hidden-size", sizes.ffn_hidden_size, tp, "is split over")
-    if sizes.seq_length is not None and low_rank.tp == "btp" and low_rank.low_rank:
+    if sizes.seq_length is not None and low_rank.hidden_sharded:
         _require_multiple("--seq-length", sizes.seq_length, tp, "is split at the borders over")
     if not low_rank.low_rank:
         return
@@ -123,7 +123,6 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
     # Not at the top: the command line is checked without torch.
     from torch.nn.functional import silu
 
-    sharded_borders = low_rank.low_rank and low_rank.tp == "btp"
     vanilla = low_rank.low_rank and low_rank.tp == "vanilla"
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
     wrong = (
@@ -168,7 +167,6 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
             "--experimental-attention-variant",
             "leave it out",
         ),
-        (config.fp16, "--fp16", "--bf16"),
         (bool(config.fp8), "--fp8-format", "--bf16"),
         (bool(config.fp4), "--fp4-format", "--bf16"),
         (config.fp32_residual_connection, "--fp32-residual-connection", "leave it out"),
@@ -185,11 +183,16 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
             "core_attn",
         ),
         (
-            sharded_borders
+            low_rank.hidden_sharded
             and config.tensor_model_parallel_size > 1
             and not config.sequence_parallel,
             "BTP without sequence-parallel borders",
             "--sequence-parallel",
+        ),
+        (
+            low_rank.recompute and config.recompute_granularity == "full",
+            "--low-rank-recompute with --recompute-granularity full",
+            "--low-rank-recompute alone",
         ),
         (vanilla and config.sequence_parallel, "--sequence-parallel with vanilla", "leave it out"),
     )

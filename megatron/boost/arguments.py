@@ -124,8 +124,11 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     added += dropout
     if dropout:
         said.append("dropout: 0 (Megatron's default of 0.1 was not asked for)")
-    btp = low_rank.low_rank and low_rank.tp == "btp"
-    if btp and arguments.tensor_model_parallel_size > 1 and not arguments.sequence_parallel:
+    if (
+        low_rank.hidden_sharded
+        and arguments.tensor_model_parallel_size > 1
+        and not arguments.sequence_parallel
+    ):
         added.append("--sequence-parallel")
         said.append("sequence parallelism: on at the borders of the BTP layers")
     if low_rank.low_rank and low_rank.tp == "vanilla" and arguments.sequence_parallel:
@@ -190,7 +193,10 @@ def _refuse_idle_flags(argv: Sequence[str]) -> None:
     """Flags that would be ignored by Megatron's own layers."""
     for argument in argv:
         flag = argument.partition("=")[0]
-        idle = flag.startswith(("--low-rank-", "--no-low-rank-")) or flag == "--core-attention"
+        idle = (
+            flag.startswith(("--low-rank-", "--no-low-rank-", "--lax-"))
+            or flag == "--core-attention"
+        )
         if idle and flag not in ("--low-rank-arch", "--low-rank-comm-report"):
             raise ValueError(
                 f"{flag}: has no effect on Megatron's own layers (--low-rank-arch none); "

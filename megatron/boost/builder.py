@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from boost_layers.embedding import fuse_embedding_border
 from boost_layers.layer import LowRankLayer
 from boost_layers.specs import layer_spec, low_rank_spec
 from boost_layers.validation import validate_model
@@ -40,14 +41,17 @@ def model_config(arguments: Namespace, low_rank: LowRankConfig) -> GPTModelConfi
 def _block_spec(
     low_rank: LowRankConfig, config: GPTModelConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    return low_rank_spec(config.transformer, low_rank, vp_stage)
+    spec = low_rank_spec(config.transformer, low_rank, vp_stage)
+    # The stages of our own run know the width of the tensor between them (wide_pipeline_tensor).
+    config.transformer.variable_seq_lengths = False
+    return spec
 
 
 def _finish_model(
     arguments: Namespace, low_rank: LowRankConfig, stages: list[GPTModel]
 ) -> list[GPTModel]:
     """What Megatron's builder leaves to do: layout-invariant embedding and head, the padded
-    vocabulary's mask, and a look at what was really built."""
+    vocabulary's mask, the fused first border, and a look at what was really built."""
     vocab_size = true_vocabulary(arguments)
     for stage in stages:
         for layer in stage.decoder.layers:
@@ -56,6 +60,7 @@ def _finish_model(
         if stage.config.perform_initialization:
             initialize_vocabulary(stage, stage.config, vocab_size, low_rank.seed, tp_group)
         mask_padded_vocabulary(stage, vocab_size, tp_group)
+        fuse_embedding_border(stage)
     return stages
 
 

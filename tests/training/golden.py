@@ -1,13 +1,14 @@
 """Seeded loss curves, kept in `golden/` so that a change of the numbers is seen and meant.
 
-    python -m tests.training.golden
+    python -m tests.training.golden [NAME…]
 
-writes them anew; commit that with the reason why the numbers changed.
+writes them (or the named ones) anew; commit that with the reason why the numbers changed.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from tests.support.runs import losses, train
@@ -21,6 +22,16 @@ RUNS = {
     "cola_vanilla": (
         2,
         "--low-rank-arch cola --low-rank-tp vanilla --tensor-model-parallel-size 2",
+    ),
+    "svd_btp": (2, "--low-rank-arch svd --tensor-model-parallel-size 2"),
+    "svd_vanilla": (
+        2,
+        "--low-rank-arch svd --low-rank-tp vanilla --tensor-model-parallel-size 2",
+    ),
+    "lax_btp": (2, "--low-rank-arch lax --tensor-model-parallel-size 2"),
+    "lax_vanilla": (
+        2,
+        "--low-rank-arch lax --low-rank-tp vanilla --tensor-model-parallel-size 2",
     ),
     "dense": (2, "--low-rank-arch dense --tensor-model-parallel-size 2 --sequence-parallel"),
     "none": (1, "--low-rank-arch none"),
@@ -43,7 +54,7 @@ def stored(name: str) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name in RUNS:
+    for name in sys.argv[1:] or RUNS:
         text = json.dumps(curves(name), indent=2) + "\n"
         (FOLDER / f"{name}.json").write_text(text)
         print(f"wrote {name}")

@@ -236,7 +236,6 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"attention_output_gate": True}, "--attention-output-gate"),
     ({"no_rope_freq": 4}, "--no-rope-freq"),
     ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-    ({"fp16": True}, "--fp16"),
     ({"fp8": "e4m3"}, "--fp8-format"),
     ({"fp4": "e2m1"}, "--fp4-format"),
     ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
