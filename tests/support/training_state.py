@@ -41,6 +41,9 @@ class RankState:
     """By quantity and canonical name."""
     steps: set[float]
     """Adam's, over all parameters."""
+    settings: list[dict[str, Any]]
+    """Of each group of parameters: learning rate, weight decay and the like."""
+    loss_scale: float
 
 
 def rank_state(models: Sequence[nn.Module], optimizer: Any) -> RankState:
@@ -74,7 +77,15 @@ def rank_state(models: Sequence[nn.Module], optimizer: Any) -> RankState:
                     keep(moment, parameter, state[moment], start)
             if "step" in state:
                 steps.add(float(state["step"]))
-    return RankState(pieces, steps)
+    return RankState(pieces, steps, _group_settings(optimizer), float(optimizer.get_loss_scale()))
+
+
+def _group_settings(optimizer: Any) -> list[dict[str, Any]]:
+    settings = [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+    return sorted(settings, key=lambda group: group["wd_mult"])
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:

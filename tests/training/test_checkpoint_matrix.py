@@ -44,11 +44,12 @@ FLAGS = {
     "distributed": "--use-distributed-optimizer",
 }
 # All kinds of parameters: LaX's gates and norms, which the first low-rank layer lacks, ranks that
-# differ, and a full-rank layer. Adam divides by the root of squared gradients: with its default ε
+# differ, and full-rank layers. Adam divides by the root of squared gradients: with its default ε
 # it amplifies what layouts differ by in rounding, more with each iteration.
 COMMON = (
-    "--low-rank-arch lax --low-rank-ranks q=12,down=8 --low-rank-layers 1-3 --num-layers 4 "
-    "--micro-batch-size 1 --lr 3e-4 --adam-eps 1e-3 --ckpt-format torch_dist"
+    "--low-rank-arch lax --low-rank-ranks q=12,down=8 --low-rank-layers 2-3 --num-layers 4 "
+    "--micro-batch-size 1 --lr 3e-4 --min-lr 3e-4 --adam-eps 1e-3 "
+    "--ckpt-format torch_dist"
 )
 
 
