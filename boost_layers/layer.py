@@ -64,6 +64,9 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ):
         super().__init__(config=config)
+        # A layer's keys in a checkpoint are its own. Megatron would stack all layers' tensors of a
+        # name into one, which layers of different ranks or architectures cannot share.
+        config.hetereogenous_dist_checkpoint = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp"])
         offset = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
         in_stage = get_num_layers_to_build(config, vp_stage, groups.pp.rank())

@@ -20,7 +20,10 @@ from unittest import mock
 
 from boost_layers.config import LowRankConfig
 from boost_layers.validation import ModelSizes, nearest_multiple, validate_sizes
+from megatron.boost.checkpoint_flags import flags_for_async_save, flags_of_checkpoint
 from megatron.boost.flags import add_flags, config_from, make_help_printable, refuse_in_one_line
+from megatron.boost.flags import is_given as _given
+from megatron.boost.stored_run import with_stored_arguments
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -93,6 +96,12 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     arguments = _parse_only(argv)
     if arguments.spec is not None:
         _check_spec(arguments)
+    added, said = flags_for_async_save(argv, arguments)
+    if arguments.use_checkpoint_args:
+        restored = flags_of_checkpoint(argv, arguments)
+        said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
+        argv = [*argv, *restored]
+        arguments = with_stored_arguments(_parse_only(argv))
     if arguments.eval_interval is None and not (arguments.skip_train or arguments.full_validation):
         raise ValueError(
             "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
@@ -100,19 +109,20 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     low_rank = low_rank_config(arguments)
     if low_rank.arch == "none":
         _refuse_idle_flags(argv)
-        return list(argv), []
-    added, said = [], []
+        return [*argv, *added], said
+    dropout = []
     for flag, value in (
         ("--hidden-dropout", arguments.hidden_dropout),
         ("--attention-dropout", arguments.attention_dropout),
     ):
         if not _given(argv, flag):
-            added += [flag, "0.0"]
+            dropout += [flag, "0.0"]
         elif value > 0:
             raise ValueError(
                 f"{flag} {value}: low-rank layers have no dropout; nearest legal value: 0.0"
             )
-    if added:
+    added += dropout
+    if dropout:
         said.append("dropout: 0 (Megatron's default of 0.1 was not asked for)")
     if (
         low_rank.hidden_sharded
@@ -134,8 +144,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
                 added.append(flag)
         said.append("fusions of Transformer Engine: off, it is not installed")
     _check_flags(arguments, low_rank)
-    if not arguments.use_checkpoint_args:
-        _check_sizes(arguments, low_rank)
+    _check_sizes(arguments, low_rank)
     return [*argv, *added], said
 
 
@@ -183,10 +192,6 @@ def _parse_only(argv: Sequence[str]) -> Namespace:
 
 def _transformer_engine_there() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _given(argv: Sequence[str], flag: str) -> bool:
-    return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
 
 
 def _refuse_idle_flags(argv: Sequence[str]) -> None:
