@@ -93,16 +93,20 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`[s/T, b, d]` (or `[s, b, d]`) → the same shape, and `context` untouched.
 
         Raises:
-            ValueError: for inference with a KV cache and for packed sequences.
+            ValueError: for inference with a KV cache, for packed sequences, and for any other
+                input of Megatron's layers (a bias or padding mask of attention, …).
         """
         if inference_context is not None or packed_seq_params is not None:
             what = "a KV cache" if inference_context is not None else "packed sequences"
             raise ValueError(f"low-rank layers do not support {what} yet")
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"low-rank layers do not take {name}")
         LEDGER.enter_layer()
         attention, mlp = self.self_attention, self.mlp
         x = self.projections.enter(hidden_states, first=self.layer_number == 1)

@@ -13,7 +13,6 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -34,7 +33,7 @@ from boost_layers.projection import (
     Projections,
     VanillaProjections,
 )
-from boost_layers.validation import validate_model
+from boost_layers.validation import takes_transformer_engine, validate_model
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,12 +60,7 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
             replicated vanilla attention, which it cannot run.
     """
     choice = low_rank.core_attention
-    replicated = (
-        low_rank.low_rank
-        and low_rank.tp == "vanilla"
-        and low_rank.vanilla_attention == "replicated"
-    )
-    if choice in ("te", "local") and replicated:
+    if choice in ("te", "local") and low_rank.replicated_attention:
         raise ValueError(
             f"--core-attention {choice}: it takes a rank's own heads only, and "
             "--low-rank-vanilla-attention is replicated; nearest legal value: sdpa"
@@ -77,8 +71,7 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
         )
     if choice == "local":
         return DotProductAttention
-    use_te = choice == "te" or (choice == "auto" and HAVE_TE and torch.cuda.is_available())
-    return TEDotProductAttention if use_te and not replicated else SdpaCoreAttention
+    return TEDotProductAttention if takes_transformer_engine(low_rank) else SdpaCoreAttention
 
 
 def layer_spec(low_rank: LowRankConfig) -> ModuleSpec:
@@ -125,12 +118,20 @@ def low_rank_spec(
 
 def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """For `--spec boost_layers.specs gpt_spec`; the settings come from `BOOST_LOW_RANK`, by
-    default `arch=cola,ratio=0.25`.
+    default `arch=cola,ratio=0.25`, and the seed of the layers, unless it is among them, from
+    Megatron's `--seed`.
 
-    Switches sequence parallelism on for BTP, as `pretrain_gpt.py` of this project does.
+    Switches sequence parallelism on for BTP, as `pretrain_gpt.py` of this project does. What a spec
+    has no hand in stays Megatron's: the initial embedding and head, the padded vocabulary, and
+    flags that are not part of the transformer's configuration.
+
+    Raises:
+        ValueError: for settings or sizes that the layers cannot run; Megatron calls this while it
+            builds the model, when its process groups exist.
     """
-    low_rank = settings_from_environment()
     transformer = model_config.transformer
+    # The one field of the configuration that Megatron sets from --seed.
+    low_rank = settings_from_environment(seed=transformer.inference_sampling_seed)
     tp_size = transformer.tensor_model_parallel_size
     if projections_class(low_rank) is BtpProjections and tp_size > 1:
         if not transformer.sequence_parallel:
@@ -139,16 +140,19 @@ def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlock
     return low_rank_spec(transformer, low_rank, vp_stage)
 
 
-def settings_from_environment() -> LowRankConfig:
-    """`LowRankConfig` from `BOOST_LOW_RANK`.
+def settings_from_environment(**defaults: Any) -> LowRankConfig:
+    """`LowRankConfig` from `BOOST_LOW_RANK`; `arch` is "cola" unless it says otherwise.
+
+    Args:
+        defaults: values of other settings that it leaves out.
 
     Raises:
         ValueError: for an unknown name or a value that is not of the field's type.
     """
-    text = os.environ.get(ENVIRONMENT_VARIABLE, "arch=cola,ratio=0.25")
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     hints = get_type_hints(LowRankConfig)
     names = [f.name for f in fields(LowRankConfig)]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"arch": "cola", **defaults}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = pair.partition("=")
         if name not in names:
@@ -167,6 +171,8 @@ def _parse(name: str, value: str, hint: Any) -> Any:
             raise ValueError(
                 f"{ENVIRONMENT_VARIABLE}: {name}={value}; legal values: {', '.join(choices)}"
             )
+        return value
+    if str in choices:
         return value
     if hint is bool:
         if value.lower() not in ("true", "false", "1", "0"):

@@ -12,7 +12,7 @@ import difflib
 import inspect
 import types
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
@@ -77,6 +77,11 @@ def config_from(arguments: Namespace, cls: type, **more: Any) -> Any:
     """An instance of `cls` from parsed arguments; `more` are fields without a flag."""
     values = {flag.field: getattr(arguments, flag.destination) for flag in flags_of(cls)}
     return cls(**values, **more)
+
+
+def given(argv: Sequence[str], flag: str) -> bool:
+    """Whether a command line has `flag`, as `--flag …` or `--flag=…`."""
+    return any(argument.partition("=")[0] == flag for argument in argv)
 
 
 def refuse_in_one_line(parser: ArgumentParser) -> None:
