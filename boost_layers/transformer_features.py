@@ -201,9 +201,8 @@ TRANSFORMER_FIELDS: dict[str, Rule] = rules(
     ),
     (
         apart("of experts, which are refused; Megatron sets it to the tensor-parallel size"),
-        "expert_tensor_parallel_size",
+        "expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards",
     ),
-    (MOE, "expert_tensor_parallel_num_weight_shards"),
     (WEIGHT_SHARDS, "tensor_parallel_num_weight_shards"),
     (refused(WEIGHT_SHARDS.note, 1), "gtp_weight_remat_size expert_gtp_weight_remat_size"),
     (

@@ -58,7 +58,8 @@ _OPTIMIZER = apart("the optimiser, which sees parameters only")
 _DATA = apart("the data; the layers see token embeddings only")
 _DATA_PARALLEL = apart("gradients and parameters between data-parallel ranks")
 _FSDP = refused(
-    "fully sharded data parallelism gathers the parameters of Megatron's own layers, not of ours"
+    "fully sharded data parallelism gathers the parameters of Megatron's own layers, not of ours",
+    instead="--use-distributed-optimizer",
 )
 _ROPE = honoured("RoPE's frequencies, which Megatron computes and the layers apply")
 _DENSE_FLOPS = refused("counts the FLOPs of a full-rank model")
@@ -276,7 +277,10 @@ FLAGS: dict[str, Rule] = rules(
     ),
     # moe, mla
     (refused(MOE.note, None, 0), "num_experts"),
-    (refused(MOE.note, None, same_as="tensor_model_parallel_size"), "expert_tensor_parallel_size"),
+    (
+        refused(MOE.note, None, same_as="tensor_model_parallel_size"),
+        "expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards",
+    ),
     (
         ATTENTION_VARIANTS,
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents "

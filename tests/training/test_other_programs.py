@@ -72,7 +72,7 @@ def collectives(rank: dict[str, Any]) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        pytest.param(TP2, 2, id="tp2"),
+        pytest.param(TP2, 2, id="tp2", marks=pytest.mark.slow),
         pytest.param(
             f"{TP2} --pipeline-model-parallel-size 2", 4, id="tp2-pp2", marks=pytest.mark.slow
         ),

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
 
 from boost_layers.config import LowRankConfig
 from boost_layers.specs import core_attention_class
@@ -247,6 +249,26 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         "--recompute-modules core_attn mlp",
     ),
+    (
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        "--distribute-saved-activations with --sequence-parallel",
+    ),
+    ({"attention_backend": AttnBackend.flash}, "--attention-backend flash with --core-attention"),
+    ({"flash_attention_version": 3}, "--flash-attention-version 3"),
+    ({"init_method": torch.nn.init.xavier_uniform_}, "an init_method other than N(0, "),
+    ({"init_method_std": 0.5}, "an init_method other than N(0, init_method_std²)"),
+    ({"output_layer_init_method": init_method_normal(0.02)}, "an init_method other than N(0, "),
+    ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+    ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 2"),
+    ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+    ({"batch_invariant_mode": True}, "--batch-invariant-mode"),
+    ({"qk_clip": True}, "--qk-clip"),
+    ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
+    ({"fused_residual_rmsnorm": True}, "--fused-residual-rmsnorm"),
+    ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2"),
+    ({"enable_autocast": True}, "--enable-autocast"),
+    ({"use_kitchen": True}, "--use-kitchen"),
     ({"sequence_parallel": False}, "BTP without sequence-parallel borders"),
 ]
 
