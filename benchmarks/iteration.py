@@ -39,37 +39,24 @@ def main(argv: Sequence[str] | None) -> None:
     Raises:
         ValueError: for a device that is not there, and sizes that TP does not divide.
     """
-    parser = ToolParser("Time one training iteration of BTP and its baselines against each other.")
-    parser.add_argument("--tp", type=whole_number(1), default=2, help="ranks (%(default)s)")
-    parser.add_argument(
-        "--steps", type=whole_number(1), help=f"of each variant ({_STEPS}; quick: {_QUICK_STEPS})"
-    )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, to see that everything runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="for the table and the steps (benchmarks/results; quick: nowhere)",
+    parser = benchmark_parser(
+        "Time one training iteration of BTP and its baselines against each other.",
+        _STEPS,
+        _QUICK_STEPS,
     )
     args = parser.parse_args(argv)
     sizes = QUICK_SIZES if args.quick else FULL_SIZES
     steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
     results = args.results or (None if args.quick else RESULTS)
-    _refuse_impossible(args.tp, args.device, sizes)
-    # Closing the terminal, or `kill`, must end the ranks as Ctrl-C does.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)
+    refuse_impossible(args.tp, args.device, sizes)
+    end_ranks_on_signals()
 
     contest, guards = strategies(args.tp), [variant for pair in GUARDS for variant in pair]
     machine = describe_machine(REPOSITORY)
     settings = {
         "tp": args.tp,
         "dtype": args.dtype,
-        "device": _device(args.device, args.tp),
+        "device": described_device(args.device, args.tp),
         "cuda": "measured" if args.device == "cuda" else "not measured",
         **asdict(sizes),
         "load_average_before": round(os.getloadavg()[0], 2),
@@ -96,7 +83,36 @@ def main(argv: Sequence[str] | None) -> None:
         write_json(args.json, report.flat())
 
 
-def _refuse_impossible(tp: int, device: str, sizes: Sizes) -> None:
+def benchmark_parser(description: str, steps: int, quick_steps: int) -> ToolParser:
+    """The flags that the benchmarks share."""
+    parser = ToolParser(description)
+    parser.add_argument("--tp", type=whole_number(1), default=2, help="ranks (%(default)s)")
+    parser.add_argument(
+        "--steps", type=whole_number(1), help=f"of each variant ({steps}; quick: {quick_steps})"
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to see that everything runs"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="for the table and the steps (benchmarks/results; quick: nowhere)",
+    )
+    return parser
+
+
+def end_ranks_on_signals() -> None:
+    """Make closing the terminal, and `kill`, end the ranks as Ctrl-C does."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)
+
+
+def refuse_impossible(tp: int, device: str, sizes: Sizes) -> None:
+    """Raise ValueError for a TP size that does not divide the model, and for GPUs that are not
+    there."""
     legal = [ranks for ranks in range(1, sizes.heads + 1) if sizes.divisible_by(ranks)]
     if tp not in legal:
         nearest = min(legal, key=lambda ranks: abs(ranks - tp))
@@ -110,7 +126,8 @@ def _refuse_impossible(tp: int, device: str, sizes: Sizes) -> None:
         )
 
 
-def _device(device: str, tp: int) -> str:
+def described_device(device: str, tp: int) -> str:
+    """The device in words, for a result."""
     if device == "cuda":
         return f"{tp} × {torch.cuda.get_device_name(0)}, NCCL"
     return "cpu, gloo over the loopback, one thread a rank"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from benchmarks.harness import Step, measure
+from benchmarks.heap import bytes_in_use
 from benchmarks.plain_torch import PlainLlama
 from benchmarks.variants import Sizes, Variant
 from boost_layers.communication import LEDGER
@@ -72,6 +74,65 @@ def race(
             device,
             partial(_print_round, rounds),
         )
+
+
+def race_with_memory(
+    device: torch.device,
+    variants: Sequence[Variant],
+    sizes: Sizes,
+    dtype: str,
+    rounds: int,
+) -> tuple[list[Step], dict[str, float], dict[str, float]]:
+    """As `race`, and what a layer keeps between its forward and its backward.
+
+    That is the memory in use after a forward less that before it, of a model with all layers less
+    the same of one with half of them, so that embedding, head and loss do not count.
+
+    Returns:
+        This rank's steps; by variant, MiB kept per layer; by variant, collectives that a layer
+        issues when it computes again.
+
+    Raises:
+        RuntimeError: if variants of one model disagree in loss or gradient.
+    """
+    half = replace(sizes, layers=sizes.layers // 2)
+    with _megatron(device):
+        kept = {}
+        for variant in variants:
+            bytes_kept = [
+                _kept_bytes(device, _iterations(device, [variant], s, _DTYPES[dtype])[variant.key])
+                for s in (sizes, half)
+            ]
+            mib = (bytes_kept[0] - bytes_kept[1]) / 2**20
+            kept[variant.key] = mib / (sizes.layers - half.layers)
+    steps = race(device, variants, sizes, dtype, rounds)
+    with _megatron(device):
+        iterations = _iterations(device, variants, half, _DTYPES[dtype])
+        again = {key: _recompute_collectives(i) / half.layers for key, i in iterations.items()}
+    return steps, kept, again
+
+
+def _kept_bytes(device: torch.device, iteration: _Iteration) -> int:
+    """The second iteration's, when what the first one made for good is there."""
+    iteration.run()
+    iteration.model.zero_grad(set_to_none=True)
+    gc.collect()
+    before = bytes_in_use(device)
+    loss = iteration.loss_of(iteration.tokens, iteration.labels)
+    kept = bytes_in_use(device) - before
+    # On to the end, so that no rank waits for this one.
+    loss.backward()
+    return kept
+
+
+def _recompute_collectives(iteration: _Iteration) -> int:
+    LEDGER.clear()
+    iteration.run()
+    return sum(
+        count.calls
+        for (scope, phase, _), count in LEDGER.counts.items()
+        if (scope, phase) == ("layer", "recompute")
+    )
 
 
 def _require_agreement(fingerprints: Mapping[Variant, Fingerprint], tolerance: float) -> None:
@@ -169,6 +230,7 @@ def _gpt_model(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from boost_layers.embedding import fuse_embedding_border
     from boost_layers.specs import low_rank_spec
     from boost_layers.vocabulary import initialize_vocabulary
 
@@ -193,6 +255,12 @@ def _gpt_model(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
         "bf16": dtype == torch.bfloat16,
         "pipeline_dtype": dtype,
     }
+    if variant.full_recompute:
+        fields |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     config = TransformerConfig(**fields)
     model = GPTModel(
         config,
@@ -202,5 +270,6 @@ def _gpt_model(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
+    fuse_embedding_border(model)
     initialize_vocabulary(model, config, sizes.vocabulary, _SEED, group)
     return model

@@ -117,33 +117,28 @@ class Report:
         """The result for people, as a Markdown page."""
         sections = [
             "# One training iteration: full-rank and vanilla low-rank over BTP",
-            _table(
+            table(
                 ["ratio of medians", "value", "p20", "p80", "the baseline", "target"],
                 self._answer_rows(),
             ),
-            _table(
+            table(
                 ["", "ms", "p20", "p80", "tokens/s", "exposed comm. s", "dropped steps"],
                 self._variant_rows(),
             ),
-            _table(
+            table(
                 ["guard against slow baselines", "over plain PyTorch", "within 3 %"],
                 self._guard_rows(),
             ),
             f"A step is dropped for more than {MINOR_FAULTS_ALLOWED} minor page faults or any "
             "major one on a rank. How it is measured, and how to read it: benchmarks/README.md.",
-            _table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            _table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
+            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
         ]
         return "\n\n".join(sections) + "\n"
 
     def csv(self) -> str:
         """Every recorded step, one a line, with whether it counts."""
-        text = io.StringIO()
-        names = [*(field.name for field in fields(Step)), "counts"]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(step) | {"counts": step.counts} for step in self.steps)
-        return text.getvalue()
+        return steps_csv(self.steps)
 
     def _tokens_per_second(self, summary: Summary) -> float | None:
         return self.tokens / summary.median_ms * 1000.0 if summary.median_ms else None
@@ -152,9 +147,9 @@ class Report:
         for key, found in self.answers().items():
             yield [
                 key,
-                _number(found.value, ".2f"),
-                _number(found.p20, ".2f"),
-                _number(found.p80, ".2f"),
+                number(found.value, ".2f"),
+                number(found.p20, ".2f"),
+                number(found.p80, ".2f"),
                 found.counted.title if found.counted else "",
                 f"at least {TARGETS[key]:g}" if self.targets_apply else "none at these settings",
             ]
@@ -164,29 +159,41 @@ class Report:
             summary = summarise(self.steps, variant.key)
             yield [
                 variant.title,
-                _number(summary.median_ms, ".0f"),
-                _number(summary.p20_ms, ".0f"),
-                _number(summary.p80_ms, ".0f"),
-                _number(self._tokens_per_second(summary), ",.0f"),
-                _number(summary.exposed_communication_seconds, ".3f"),
+                number(summary.median_ms, ".0f"),
+                number(summary.p20_ms, ".0f"),
+                number(summary.p80_ms, ".0f"),
+                number(self._tokens_per_second(summary), ",.0f"),
+                number(summary.exposed_communication_seconds, ".3f"),
                 f"{summary.dropped} of {summary.steps}",
             ]
 
     def _guard_rows(self) -> Iterable[list[str]]:
         words = {True: "yes", False: "NO", None: "not judged"}
         for (ours, _), (found, within) in zip(GUARDS, self.guards().values(), strict=True):
-            yield [ours.title, _number(found.value, ".3f"), words[within]]
+            yield [ours.title, number(found.value, ".3f"), words[within]]
 
 
 def _flat_ratio(key: str, found: Ratio) -> dict[str, object]:
     return {key: found.value, f"{key}_p20": found.p20, f"{key}_p80": found.p80}
 
 
-def _number(value: float | None, form: str) -> str:
+def steps_csv(steps: Iterable[Step]) -> str:
+    """The steps, one a line, with whether they count."""
+    text = io.StringIO()
+    names = [*(field.name for field in fields(Step)), "counts"]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(step) | {"counts": step.counts} for step in steps)
+    return text.getvalue()
+
+
+def number(value: float | None, form: str) -> str:
+    """`value` in that format, or that there is none."""
     return "not measured" if value is None else format(value, form)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from boost_layers.config import LowRankConfig
 
@@ -57,6 +58,8 @@ class Variant:
     layers: LowRankConfig | None
     """Our layers' settings (the rank is the sizes'); None: plain PyTorch, at TP 1."""
     sequence_parallel: bool = False
+    full_recompute: bool = False
+    """Megatron's recomputation of every layer."""
 
 
 def _ours(key: str, title: str, *, sequence_parallel: bool = False, **settings: object) -> Variant:
@@ -97,6 +100,42 @@ def strategies(tp: int) -> list[Variant]:
     """What is raced at that TP size; on one rank both forms of a baseline are the same."""
     return [BTP, *FULL_RANK, *VANILLA] if tp > 1 else [BTP, FULL_RANK[0], VANILLA[0]]
 
+
+def _recomputed(variant: Variant, **settings: Any) -> Variant:
+    """The variant with Megatron's full recomputation or, given `settings`, with ours."""
+    assert variant.layers is not None
+    if not settings:
+        return replace(
+            variant,
+            key=f"{variant.key}_full_recompute",
+            title=f"{variant.title}, full recompute",
+            full_recompute=True,
+        )
+    options = [name for name in settings if name != "recompute"]
+    return replace(
+        variant,
+        key="_".join([variant.key, "latent", *(o.removeprefix("recompute_") for o in options)]),
+        title=", ".join([variant.title, "at the latents", *(_OPTIONS[o] for o in options)]),
+        layers=replace(variant.layers, **settings),
+    )
+
+
+_OPTIONS = {
+    "recompute_residual": "second residual made again",
+    "recompute_shard": "latents sharded",
+}
+CHECKPOINTED = {
+    BTP: [
+        _recomputed(BTP, recompute=True),
+        _recomputed(BTP, recompute=True, recompute_residual=True),
+        _recomputed(BTP, recompute=True, recompute_shard=True),
+        _recomputed(BTP, recompute=True, recompute_residual=True, recompute_shard=True),
+        _recomputed(BTP),
+    ],
+    FULL_RANK[0]: [_recomputed(FULL_RANK[0])],
+    VANILLA[0]: [_recomputed(VANILLA[0])],
+}
+"""What `memory.py` compares: each strategy and its ways to keep less for backward."""
 
 GUARDS = (
     (

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 from boost_layers.config import LowRankConfig
 
 if TYPE_CHECKING:
-    from boost_layers.specs import low_rank_spec
-    from boost_layers.vocabulary import prepare_vocabulary
+    from boost_layers.specs import finish_model, low_rank_spec
 
-__all__ = ["LowRankConfig", "low_rank_spec", "prepare_vocabulary"]
-
-_IMPORTS_MEGATRON = {"low_rank_spec": "specs", "prepare_vocabulary": "vocabulary"}
+__all__ = ["LowRankConfig", "finish_model", "low_rank_spec"]
 
 
 def __getattr__(name: str) -> Any:
     """The functions on first use: they import Megatron, which takes seconds."""
-    if name in _IMPORTS_MEGATRON:
-        return getattr(import_module(f"boost_layers.{_IMPORTS_MEGATRON[name]}"), name)
+    if name in ("finish_model", "low_rank_spec"):
+        return getattr(import_module("boost_layers.specs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

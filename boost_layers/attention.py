@@ -132,6 +132,7 @@ class SelfAttention(MegatronModule):
         layer_number: int,
         prefix: str,
         pg_collection: ProcessGroupCollection,
+        crosses: bool = False,
     ):
         super().__init__(config=config)
         hidden, head = config.hidden_size, config.kv_channels
@@ -145,7 +146,12 @@ class SelfAttention(MegatronModule):
         ):
             rank = low_rank.rank_of(name, hidden)
             shape = ProjectionShape(
-                f"{prefix}.{name}", size_in, size_out, rank, closes_residual=name == "o_proj"
+                f"{prefix}.{name}",
+                size_in,
+                size_out,
+                rank,
+                closes_residual=name == "o_proj",
+                crosses=crosses,
             )
             setattr(self, name, projections.weights(shape))
         self.core_attention = build_module(
@@ -158,7 +164,9 @@ class SelfAttention(MegatronModule):
             pg_collection=pg_collection,
         )
         self.recompute_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+            config.recompute_granularity == "selective"
+            and "core_attn" in config.recompute_modules
+            and not low_rank.recompute
         )
 
     def forward(

@@ -194,6 +194,11 @@ class LowRankConfig:
         return self.low_rank and self.tp == "vanilla" and self.vanilla_attention == "replicated"
 
     @property
+    def hidden_sharded(self) -> bool:
+        """Whether the residual stream is sharded along hidden within the layers (BTP)."""
+        return self.low_rank and self.tp == "btp"
+
+    @property
     def crossing(self) -> bool:
         """Whether latents cross over from layer to layer (LaX)."""
         return self.arch == "lax"

@@ -7,25 +7,32 @@ one all-reduce of a latent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     BaseTransformerLayer,
     get_transformer_layer_offset,
 )
 from megatron.core.utils import make_viewless_tensor
 
+from boost_layers.carry import latent_groups, pack, unpack, width_between_stages
 from boost_layers.communication import LEDGER
+from boost_layers.latent import LayerLatents
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
     from boost_layers.config import LowRankConfig
+    from boost_layers.latent import Latent
 
 
 @dataclass
@@ -59,43 +66,63 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp"])
         offset = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
+        in_stage = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
         self.layer_number = layer_number + offset
-        prefix = f"decoder.layers.{self.layer_number - 1}"
+        index = self.layer_number - 1
+        self.place = _Place(
+            low_rank,
+            index=index,
+            layers=config.num_layers,
+            first_in_stage=layer_number == 1,
+            last_in_stage=layer_number == in_stage,
+        )
+        self.low_rank = low_rank.of_layer(index)
+        self.tp_group = groups.tp
+        prefix = f"decoder.layers.{index}"
 
         self.projections = build_module(
-            submodules.projections, config=config, low_rank=low_rank, tp_group=groups.tp
+            submodules.projections, config=config, low_rank=self.low_rank, tp_group=groups.tp
         )
+        self.enters_by_sequence = self.place.enters_by_sequence
+        """Whether the first hidden-sharded layer gets a share of the sequence and must turn it into
+        one of hidden; a builder that has done so already says False."""
         self.input_layernorm = self.projections.norm()
         self.self_attention = build_module(
             submodules.self_attention,
             config=config,
-            low_rank=low_rank,
+            low_rank=self.low_rank,
             projections=self.projections,
             core_attention=submodules.core_attention,
             layer_number=self.layer_number,
             prefix=f"{prefix}.self_attention",
             pg_collection=groups,
+            crosses=self.place.crosses,
         )
         self.pre_mlp_layernorm = self.projections.norm()
         self.mlp = build_module(
             submodules.mlp,
             config=config,
-            low_rank=low_rank,
+            low_rank=self.low_rank,
             projections=self.projections,
             prefix=f"{prefix}.mlp",
+            crosses=self.place.crosses,
         )
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        context: Tensor | None = None,
+        context: Any = None,
         rotary_pos_emb: Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: Any = None,
         **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`[s/T, b, d]` (or `[s, b, d]`) → the same shape, and `context` untouched.
+    ) -> tuple[Tensor, Any]:
+        """`[s/T, b, d]` (or `[s, b, d]`) → the same shape.
+
+        `context`, which Megatron hands from layer to layer untouched, carries LaX's latents within
+        a pipeline stage; between stages and through full recomputation they are columns of
+        `hidden_states` (`boost_layers.carry`).
 
         Raises:
             ValueError: for inference with a KV cache, for packed sequences, and for any other
@@ -108,20 +135,101 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             if value is not None:
                 raise ValueError(f"low-rank layers do not take {name}")
         LEDGER.enter_layer()
-        attention, mlp = self.self_attention, self.mlp
-        x = self.projections.enter(hidden_states, first=self.layer_number == 1)
+        projections, attention, mlp = self.projections, self.self_attention, self.mlp
+        x, previous = self._arrive(hidden_states, context)
+        latents = LayerLatents(self.low_rank, previous)
+        x = projections.enter(x, convert=self.enters_by_sequence)
 
-        x, (q, k, v) = self.projections.project_in(
-            x, self.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)
+        x = projections.sublayer(
+            x,
+            self.input_layernorm,
+            inputs=(attention.q_proj, attention.k_proj, attention.v_proj),
+            between=partial(
+                attention, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+            ),
+            output=attention.o_proj,
+            latents=latents,
         )
-        heads = attention(q, k, v, attention_mask, rotary_pos_emb)
-        x = self.projections.project_out(heads, attention.o_proj, residual=x)
-
-        x, (gate, up) = self.projections.project_in(
-            x, self.pre_mlp_layernorm, (mlp.gate_proj, mlp.up_proj)
+        x = projections.sublayer(
+            x,
+            self.pre_mlp_layernorm,
+            inputs=(mlp.gate_proj, mlp.up_proj),
+            between=mlp,
+            output=mlp.down_proj,
+            latents=latents,
         )
-        x = self.projections.project_out(mlp(gate, up), mlp.down_proj, residual=x)
 
+        x = projections.leave(x, convert=self.place.leaves_by_sequence)
+        x, context = self._depart(x, latents.current)
         # A pipeline stage may not hand over a view: the schedule frees what it has sent.
-        x = make_viewless_tensor(self.projections.leave(x), requires_grad=True, keep_graph=True)
-        return x, context
+        return make_viewless_tensor(x, requires_grad=True, keep_graph=True), context
+
+    def _arrive(self, x: Tensor, context: Any) -> tuple[Tensor, Sequence[Latent] | None]:
+        """The residual stream, and the latents of the layer before where they cross over."""
+        place, hidden_size = self.place, self.config.hidden_size
+        if place.packed_by_stage and not place.crosses:
+            return x[..., :hidden_size].contiguous(), None
+        if place.packed_by_stage or (place.crosses and self._packs_all):
+            return unpack(
+                x,
+                hidden_size,
+                latent_groups(self.low_rank, hidden_size),
+                self.tp_group,
+                by_rows=self.projections.hidden_sharded,
+                share=place.packed_by_stage,
+            )
+        return x, context if place.crosses else None
+
+    def _depart(self, x: Tensor, latents: Sequence[Latent]) -> tuple[Tensor, Any]:
+        """The residual stream, with the latents in it where they cannot go beside it."""
+        place, group = self.place, self.tp_group
+        by_rows = self.projections.hidden_sharded
+        if place.packs_for_stage and not place.hands_on:
+            # Every stage's tensor has the same width, also where nothing crosses over.
+            width = width_between_stages(place.low_rank, self.config.hidden_size, group.size())
+            return torch.cat([x, x.new_zeros(*x.shape[:-1], width)], dim=-1), None
+        if place.packs_for_stage or (place.hands_on and self._packs_all):
+            packed = pack(x, latents, group, by_rows=by_rows, share=place.packs_for_stage)
+            return packed, None
+        return x, latents if place.hands_on else None
+
+    @property
+    def _packs_all(self) -> bool:
+        """Whether latents are packed within a stage too: full recomputation passes on one tensor
+        and drops the context."""
+        return self.config.recompute_granularity == "full"
+
+
+class _Place:
+    """Where a layer stands, in the model and in its pipeline stage, as far as it matters to what
+    the layers before and after it are."""
+
+    def __init__(
+        self,
+        low_rank: LowRankConfig,
+        *,
+        index: int,
+        layers: int,
+        first_in_stage: bool,
+        last_in_stage: bool,
+    ):
+        self.low_rank = low_rank
+        here = low_rank.of_layer(index)
+        before = low_rank.of_layer(index - 1) if index > 0 else None
+        after = low_rank.of_layer(index + 1) if index + 1 < layers else None
+        self.crosses = here.crossing and before is not None and before.crossing
+        """Latents of the layer before cross over into this one."""
+        self.hands_on = here.crossing and after is not None and after.crossing
+        """This layer's latents cross over into the next."""
+        self.packed_by_stage = low_rank.crossing and first_in_stage and before is not None
+        """The input comes from another stage, with columns for latents."""
+        self.packs_for_stage = low_rank.crossing and last_in_stage and after is not None
+        """The output goes to another stage."""
+        self.enters_by_sequence = here.hidden_sharded and not (
+            before is not None and before.hidden_sharded
+        )
+        """The layer before leaves a share of the sequence, this one takes one of hidden."""
+        self.leaves_by_sequence = here.hidden_sharded and (
+            after is not None and not after.hidden_sharded
+        )
+        """This layer has a share of hidden, the next takes one of the sequence."""

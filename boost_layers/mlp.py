@@ -40,6 +40,7 @@ class GatedMLP(MegatronModule):
         low_rank: LowRankConfig,
         projections: Projections,
         prefix: str,
+        crosses: bool = False,
     ):
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
@@ -50,7 +51,12 @@ class GatedMLP(MegatronModule):
         ):
             rank = low_rank.rank_of(name, hidden)
             shape = ProjectionShape(
-                f"{prefix}.{name}", size_in, size_out, rank, closes_residual=name == "down_proj"
+                f"{prefix}.{name}",
+                size_in,
+                size_out,
+                rank,
+                closes_residual=name == "down_proj",
+                crosses=crosses,
             )
             setattr(self, name, projections.weights(shape))
         self.kind = low_rank.mlp_kind

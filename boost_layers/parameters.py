@@ -6,8 +6,9 @@ is grouped with, so that grouping, TP size and strategy never show in a checkpoi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -15,12 +16,22 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from boost_layers.initialization import cola_std, draw_normal, shard_of
+from boost_layers.initialization import (
+    cola_std,
+    draw_normal,
+    draw_truncated_normal,
+    draw_uniform,
+    shard_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from boost_layers.config import LowRankConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class ProjectionShape:
     rank: int
     closes_residual: bool = False
     """Whether its output is added to the residual stream (o and down)."""
+    crosses: bool = False
+    """Whether the latent of the layer before crosses over into its own (LaX)."""
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
@@ -69,13 +82,20 @@ class ShardedWeights(MegatronModule):
             self.shard_axes[name] = axis
         self.register_parameter(name, parameter)
 
-    def draw(self, size: tuple[int, int], std: float, seed: int, name: str) -> Tensor:
-        """A whole tensor N(0, std²) by canonical name, or memory as it is where the run asked for
-        no initialisation."""
+    def draw(
+        self,
+        size: tuple[int, int],
+        scale: float,
+        seed: int,
+        name: str,
+        distribution: Callable[..., Tensor] = draw_normal,
+    ) -> Tensor:
+        """A whole tensor drawn by canonical name, N(0, scale²) unless another function of
+        `initialization` is given, or memory as it is where the run asked for no initialisation."""
         device = parameter_device(self.config)
         if not self.config.perform_initialization:
             return torch.empty(size, device=device)
-        return draw_normal(size, std, seed, name, device)
+        return distribution(size, scale, seed, name, device)
 
     def sharded_state_dict(
         self,
@@ -95,9 +115,29 @@ class ShardedWeights(MegatronModule):
         )
 
 
+class FactorTensors(NamedTuple):
+    """This rank's tensors of one low-rank projection."""
+
+    A: Tensor
+    B: Tensor
+    rank: int
+    """r of the whole projection."""
+    gate: tuple[Tensor, ...]
+    """LaX's: none, E₁ `[p, p]` and E₂ `[q, q]`, or W `[r, r]` and b `[r]`; whole."""
+    norm: tuple[Tensor, ...]
+    """LaX's: none, γ, or γ and β, `[r]`; whole."""
+
+
+def balanced_factors(rank: int) -> tuple[int, int]:
+    """p·q = rank with p ≤ q as near to each other as can be: LaX's tensor gate."""
+    p = next(p for p in range(math.isqrt(rank), 0, -1) if rank % p == 0)
+    return p, rank // p
+
+
 class Factors(ShardedWeights):
     """A low-rank projection's A `[r, in]` and B `[out, r]`, each sharded along the given axis of
-    the whole tensor."""
+    the whole tensor, and where latents cross over from the layer before (LaX) the gate and the norm
+    of its latent, replicated: every rank computes their whole gradients."""
 
     A: nn.Parameter
     B: nn.Parameter
@@ -107,22 +147,60 @@ class Factors(ShardedWeights):
         config: TransformerConfig,
         shape: ProjectionShape,
         tp_group: dist.ProcessGroup,
-        seed: int,
+        low_rank: LowRankConfig,
         *,
         a_axis: int,
         b_axis: int,
     ):
         super().__init__(config, tp_group)
+        self.rank = shape.rank
+        self.seed, self.name = low_rank.seed, shape.name
         std = cola_std(shape.in_features, shape.out_features, shape.rank)
         for factor, size, axis in (
             ("A", (shape.rank, shape.in_features), a_axis),
             ("B", (shape.out_features, shape.rank), b_axis),
         ):
-            self.add_parameter(factor, self.draw(size, std, seed, f"{shape.name}.{factor}"), axis)
+            whole = self.draw(size, std, low_rank.seed, f"{shape.name}.{factor}")
+            self.add_parameter(factor, whole, axis)
+        self.gate_names: tuple[str, ...] = ()
+        self.norm_names: tuple[str, ...] = ()
+        if shape.crosses:
+            self._add_gate(low_rank.lax_gate)
+            self._add_norm(low_rank.lax_norm)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """A and B, this rank's shards."""
-        return self.A, self.B
+    def _add_gate(self, gate: str) -> None:
+        """Tensor gates Kaiming-uniform, linear ones N(0, 0.02²) cut at two, and no bias, as the
+        released LaX code has them."""
+        if gate == "tensor":
+            self.gate_names = "gate_left", "gate_right"
+            for name, side in zip(self.gate_names, balanced_factors(self.rank), strict=True):
+                bound = math.sqrt(6.0 / side)
+                self._add_drawn(name, (side, side), bound, draw_uniform)
+        elif gate == "linear":
+            self.gate_names = "gate_weight", "gate_bias"
+            self._add_drawn("gate_weight", (self.rank, self.rank), 0.02, draw_truncated_normal)
+            self.add_parameter("gate_bias", self._filled(0.0), None)
+
+    def _add_norm(self, norm: str) -> None:
+        names = {"none": (), "rmsnorm": ("norm_weight",), "layernorm": ("norm_weight", "norm_bias")}
+        self.norm_names = names[norm]
+        for name, value in zip(self.norm_names, (1.0, 0.0), strict=False):
+            self.add_parameter(name, self._filled(value), None)
+
+    def _add_drawn(
+        self, name: str, size: tuple[int, int], scale: float, distribution: Callable[..., Tensor]
+    ) -> None:
+        whole = self.draw(size, scale, self.seed, f"{self.name}.{name}", distribution)
+        self.add_parameter(name, whole, None)
+
+    def _filled(self, value: float) -> Tensor:
+        return torch.full((self.rank,), value, device=parameter_device(self.config))
+
+    def forward(self) -> FactorTensors:
+        """This rank's tensors."""
+        gate = tuple(getattr(self, name) for name in self.gate_names)
+        norm = tuple(getattr(self, name) for name in self.norm_names)
+        return FactorTensors(self.A, self.B, self.rank, gate, norm)
 
 
 class FullRankWeight(ShardedWeights):

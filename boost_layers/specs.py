@@ -21,9 +21,11 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from boost_layers.attention import SdpaCoreAttention, SelfAttention
 from boost_layers.config import LowRankConfig
+from boost_layers.embedding import fuse_embedding_border
 from boost_layers.layer import LowRankLayer, LowRankLayerSubmodules
 from boost_layers.mlp import GatedMLP
 from boost_layers.norm import FinalNorm
@@ -34,8 +36,10 @@ from boost_layers.projection import (
     VanillaProjections,
 )
 from boost_layers.validation import takes_transformer_engine, validate_model
+from boost_layers.vocabulary import initialize_vocabulary, mask_padded_vocabulary
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -74,13 +78,14 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
     return TEDotProductAttention if takes_transformer_engine(low_rank) else SdpaCoreAttention
 
 
-def layer_spec(low_rank: LowRankConfig) -> ModuleSpec:
-    """The spec of one layer, for programs that put their own block together."""
+def layer_spec(low_rank: LowRankConfig, index: int = 0) -> ModuleSpec:
+    """The spec of the layer number `index`, counted from 0 over the whole model, for programs that
+    put their own block together."""
     return ModuleSpec(
         module=LowRankLayer,
         params={"low_rank": low_rank},
         submodules=LowRankLayerSubmodules(
-            projections=projections_class(low_rank),
+            projections=projections_class(low_rank.of_layer(index)),
             self_attention=SelfAttention,
             core_attention=core_attention_class(low_rank),
             mlp=GatedMLP,
@@ -108,12 +113,47 @@ def low_rank_spec(
     validate_model(low_rank, transformer_config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp"])
     layers = get_num_layers_to_build(transformer_config, vp_stage, groups.pp.rank())
-    final_norm = partial(
-        FinalNorm, tp_group=groups.tp, hidden_sharded=projections_class(low_rank).hidden_sharded
-    )
+    first = get_transformer_layer_offset(transformer_config, vp_stage, groups.pp.rank())
+    last = low_rank.of_layer(transformer_config.num_layers - 1)
+    final_norm = partial(FinalNorm, tp_group=groups.tp, hidden_sharded=last.hidden_sharded)
+    if low_rank.crossing and groups.pp.size() > 1:
+        if layers == 0:
+            raise ValueError(
+                "--low-rank-arch lax: a pipeline stage without layers cannot pass latents on; "
+                "nearest legal value: a layout with a layer in every stage"
+            )
+        # The tensor between stages is wider than [s/T, b, d]: Megatron sends its shape ahead.
+        transformer_config.variable_seq_lengths = True
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(low_rank)] * layers, layer_norm=final_norm
+        layer_specs=[layer_spec(low_rank, first + i) for i in range(layers)], layer_norm=final_norm
     )
+
+
+def finish_model(model: GPTModel, vocab_size: int, seed: int = 1234) -> GPTModel:
+    """What a spec cannot do for the model that was built of it: initial embedding and head that do
+    not depend on the layout, a head that gives the padded tokens no probability, and a fused border
+    between the embedding and the first layer.
+
+    For programs that build their `GPTModel` themselves, before they wrap it for data parallelism;
+    `pretrain_gpt.py` does the same. No weights are drawn where `perform_initialization` is off.
+
+    Args:
+        model: the model of this (virtual) pipeline stage, built for `vocab_size` tokens or more.
+        vocab_size: the number of tokens that exist.
+        seed: that of `LowRankConfig`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: for a vocabulary larger than the model's.
+    """
+    tp_group = model.pg_collection.tp
+    if model.config.perform_initialization:
+        initialize_vocabulary(model, model.config, vocab_size, seed, tp_group)
+    mask_padded_vocabulary(model, vocab_size, tp_group)
+    fuse_embedding_border(model)
+    return model
 
 
 def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:

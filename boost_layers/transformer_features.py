@@ -69,10 +69,14 @@ TRANSFORMER_FIELDS: dict[str, Rule] = rules(
     ),
     (honoured("no initial weights are drawn"), "perform_initialization"),
     (honoured("the weights are drawn on the CPU"), "use_cpu_initialization"),
-    (honoured("the dtype of weights and activations"), "bf16 params_dtype"),
+    (honoured("the dtype of weights and activations"), "bf16 fp16 params_dtype"),
     (
-        honoured("full recomputation, by Megatron's block, and of core attention"),
-        "recompute_granularity recompute_method recompute_num_layers",
+        honoured("full recomputation, by Megatron's block"),
+        "recompute_method recompute_num_layers",
+    ),
+    (
+        conditional("full or of core attention; full is refused with --low-rank-recompute"),
+        "recompute_granularity",
     ),
     (honoured("through PyTorch's deterministic algorithms"), "deterministic_mode"),
     (
@@ -89,7 +93,9 @@ TRANSFORMER_FIELDS: dict[str, Rule] = rules(
         "sequence_parallel",
     ),
     (
-        conditional("refused with sequence parallelism, where ranks hold different activations"),
+        conditional(
+            "refused with sequence parallelism and LaX, where ranks hold different activations"
+        ),
         "distribute_saved_activations",
     ),
     (
@@ -131,7 +137,6 @@ TRANSFORMER_FIELDS: dict[str, Rule] = rules(
     (refused("the block is pre-norm"), "apply_residual_connection_post_layernorm"),
     (refused("the residual stream has the dtype of the weights"), "fp32_residual_connection"),
     (DROPOUT, "hidden_dropout attention_dropout"),
-    (refused("fp16 would overflow the norms' statistics", instead="--bf16"), "fp16"),
     (refused("mixes dtypes within a layer"), "enable_autocast"),
     (refused("all layers have RoPE"), "no_rope_freq"),
     (refused("RoPE of images and video"), "mrope_section"),

@@ -75,7 +75,7 @@ def validate_sizes(low_rank: LowRankConfig, sizes: ModelSizes) -> None:
     _require_heads(sizes.num_attention_heads, sizes.num_query_groups, tp)
     _require_multiple("--hidden-size", sizes.hidden_size, tp, "is split over")
     _require_multiple("--ffn-hidden-size", sizes.ffn_hidden_size, tp, "is split over")
-    if sizes.seq_length is not None and low_rank.tp == "btp" and low_rank.low_rank:
+    if sizes.seq_length is not None and low_rank.hidden_sharded:
         _require_multiple("--seq-length", sizes.seq_length, tp, "is split at the borders over")
     if not low_rank.low_rank:
         return
@@ -148,7 +148,6 @@ def _validate_combinations(low_rank: LowRankConfig, config: TransformerConfig) -
     # Not at the top: the command line is checked without torch.
     from torch.nn.functional import silu
 
-    btp = low_rank.low_rank and low_rank.tp == "btp"
     vanilla = low_rank.low_rank and low_rank.tp == "vanilla"
     several = config.tensor_model_parallel_size > 1
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -164,6 +163,12 @@ def _validate_combinations(low_rank: LowRankConfig, config: TransformerConfig) -
         (
             config.distribute_saved_activations and several and config.sequence_parallel,
             "--distribute-saved-activations with --sequence-parallel",
+            "leave it out",
+        ),
+        # Vanilla's latents are sharded, and packed into the tensor that is recomputed from.
+        (
+            config.distribute_saved_activations and low_rank.crossing,
+            "--distribute-saved-activations",
             "leave it out",
         ),
         (
@@ -187,9 +192,14 @@ def _validate_combinations(low_rank: LowRankConfig, config: TransformerConfig) -
             "--init-method-std 0.02",
         ),
         (
-            btp and several and not config.sequence_parallel,
+            low_rank.hidden_sharded and several and not config.sequence_parallel,
             "BTP without sequence-parallel borders",
             "--sequence-parallel",
+        ),
+        (
+            low_rank.recompute and config.recompute_granularity == "full",
+            "--low-rank-recompute with --recompute-granularity full",
+            "--low-rank-recompute alone",
         ),
         (vanilla and config.sequence_parallel, "--sequence-parallel with vanilla", "leave it out"),
     )

@@ -19,31 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def prepare_vocabulary(model: GPTModel, vocab_size: int, seed: int = 1234) -> GPTModel:
-    """Finish the two ends of a model that was just built: initial embedding and head that do not
-    depend on its layout, and a head that gives the padded tokens no probability.
-
-    For programs that build their `GPTModel` themselves, before it is wrapped; `pretrain_gpt.py`
-    does the same. No weights are drawn where `perform_initialization` is off.
-
-    Args:
-        model: the model of this pipeline stage, built for `vocab_size` tokens or more.
-        vocab_size: the number of tokens that exist.
-        seed: that of `LowRankConfig`.
-
-    Returns:
-        `model`.
-
-    Raises:
-        ValueError: for a vocabulary larger than the model's.
-    """
-    tp_group = model.pg_collection.tp
-    if model.config.perform_initialization:
-        initialize_vocabulary(model, model.config, vocab_size, seed, tp_group)
-    mask_padded_vocabulary(model, vocab_size, tp_group)
-    return model
-
-
 def mask_padded_vocabulary(model: GPTModel, vocab_size: int, tp_group: dist.ProcessGroup) -> None:
     """Make the head of `model`, if this stage has one, give the padded tokens no probability.
 

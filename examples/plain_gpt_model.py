@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from boost_layers import LowRankConfig, low_rank_spec, prepare_vocabulary
+from boost_layers import LowRankConfig, finish_model, low_rank_spec
 
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 100, 64, 16, 60, 1234
 
@@ -37,7 +37,7 @@ def build_model(tp):
     layers = low_rank_spec(config, LowRankConfig(arch="cola", ratio=0.25, seed=SEED))
     padded = -(-VOCABULARY // (64 * tp)) * 64 * tp  # so that TP divides it
     model = GPTModel(config, layers, padded, LENGTH, position_embedding_type="rope").cuda()
-    prepare_vocabulary(model, VOCABULARY, SEED)
+    finish_model(model, VOCABULARY, SEED)
     ddp_config = distributed.DistributedDataParallelConfig()
     return distributed.DistributedDataParallel(config, ddp_config, model)
 

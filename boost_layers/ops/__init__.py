@@ -5,13 +5,20 @@ Layers call `boost_layers.ops.NAME`; each op has a reference of the same name in
 """
 
 from boost_layers.ops.reference import (
+    activate_latent,
+    activate_latent_backward,
     apply_activation,
     apply_activation_backward,
+    apply_gate,
+    apply_gate_backward,
+    divide_latent,
     fold_gamma,
     gated_product,
     gated_product_backward,
+    message_dtype,
     normalise_latent,
     normalise_latent_backward,
+    project_down,
     project_up,
     read_statistics,
     rms_norm,
@@ -24,13 +31,20 @@ from boost_layers.ops.reference import (
 )
 
 __all__ = [
+    "activate_latent",
+    "activate_latent_backward",
     "apply_activation",
     "apply_activation_backward",
+    "apply_gate",
+    "apply_gate_backward",
+    "divide_latent",
     "fold_gamma",
     "gated_product",
     "gated_product_backward",
+    "message_dtype",
     "normalise_latent",
     "normalise_latent_backward",
+    "project_down",
     "project_up",
     "read_statistics",
     "rms_norm",

@@ -70,15 +70,40 @@ def read_statistics(block: Tensor) -> Tensor:
     return ((hi + mid) + lo).sum(dim=-1, keepdim=True)
 
 
-def normalise_latent(h: Tensor, s: Tensor, hidden_size: int, eps: float) -> tuple[Tensor, Tensor]:
-    """u = H/ρ in place and ρ = sqrt(S/d + ε): `[n, w]`, `[n, 1]` → u `[n, w]`, ρ `[n, 1]`.
+def message_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial sums of a tensor that is not normalised yet are all-reduced: its
+    own, but fp32 for fp16, whose 65504 they may pass."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
-    The division is done in fp32 and rounded once; ρ stays in fp32.
+
+def project_down(x: Tensor, folded: Tensor, out: Tensor) -> None:
+    """H = x·(γ∘A)ᵀ into `out`: `[n, k]`, `[w, k]` → `[n, w]`, in the dtype of `out`, which for fp16
+    input is fp32."""
+    if out.dtype == x.dtype:
+        torch.mm(x, folded.t(), out=out)
+    elif x.is_cuda:
+        torch.mm(x, folded.t(), out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(x.to(out.dtype), folded.t().to(out.dtype), out=out)
+
+
+def normalise_latent(
+    h: Tensor, s: Tensor, hidden_size: int, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """u = H/ρ and ρ = sqrt(S/d + ε): `[n, w]`, `[n, 1]` → u `[n, w]` in `dtype`, ρ `[n, 1]`.
+
+    ρ stays in fp32; the division is done in fp32 and rounded once, in place where `dtype` is that
+    of H.
     """
     rho = torch.sqrt(s / hidden_size + eps)
-    if h.dtype == rho.dtype:
-        return h.div_(rho), rho
-    return h.copy_(h / rho), rho
+    return divide_latent(h, rho, dtype), rho
+
+
+def divide_latent(h: Tensor, rho: Tensor, dtype: torch.dtype) -> Tensor:
+    """u = H/ρ in `dtype`, in place where that is H's: `[n, w]`, `[n, 1]` → `[n, w]`."""
+    if h.dtype == rho.dtype == dtype:
+        return h.div_(rho)
+    return h.copy_(h / rho) if h.dtype == dtype else (h / rho).to(dtype)
 
 
 def normalise_latent_backward(
@@ -119,6 +144,126 @@ def apply_activation_backward(dz: Tensor, u: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return torch.ops.aten.gelu_backward(dz, u)
     return dz
+
+
+LATENT_NORM_EPS = 1e-6
+"""ε of LaX's norm over a latent, as in its released configurations."""
+
+
+def activate_latent(
+    w: Tensor,
+    ranks: Sequence[int],
+    activation: str,
+    norm: str = "none",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """z = φ(Norm(w)) of latents side by side: `[n, Σ r_i]` → the same.
+
+    `norm` "layernorm" or "rmsnorm" is taken over each r_i of `ranks` apart, with γ `weight` and,
+    for layernorm, β `bias`, `[Σ r_i]`; its arithmetic is in fp32. "none": z = φ(w).
+    """
+    if norm == "none":
+        return apply_activation(w, activation)
+    standard, _ = _standardise(w, ranks, norm)
+    assert weight is not None
+    v = standard.mul_(weight)
+    if bias is not None:
+        v = v.add_(bias)
+    return apply_activation(v.to(w.dtype), activation)
+
+
+def activate_latent_backward(
+    dz: Tensor,
+    w: Tensor,
+    ranks: Sequence[int],
+    activation: str,
+    norm: str = "none",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dw `[n, Σ r_i]`, and dγ and dβ `[Σ r_i]` (None where there is none) of `activate_latent`; the
+    norm is computed again. With g = dv∘γ: dw = (g − mean(g) − ŵ·mean(g∘ŵ))/σ, without mean(g) for
+    rmsnorm."""
+    if norm == "none":
+        return apply_activation_backward(dz, w, activation), None, None
+    standard, inverse = _standardise(w, ranks, norm)
+    assert weight is not None
+    v = (
+        standard * weight
+        if bias is None
+        else torch.addcmul(bias.to(standard.dtype), standard, weight)
+    )
+    dv = apply_activation_backward(dz, v.to(w.dtype), activation).to(standard.dtype)
+    dweight = (dv * standard).sum(dim=0).to(weight.dtype)
+    dbias = None if bias is None else dv.sum(dim=0).to(bias.dtype)
+    parts = []
+    for g, unit, scale in zip(
+        (dv * weight).split(list(ranks), dim=1),
+        standard.split(list(ranks), dim=1),
+        inverse,
+        strict=True,
+    ):
+        dw = torch.addcmul(g, unit, (g * unit).mean(dim=1, keepdim=True), value=-1)
+        if norm == "layernorm":
+            dw = dw.sub_(g.mean(dim=1, keepdim=True))
+        parts.append(dw.mul_(scale))
+    return torch.cat(parts, dim=1).to(w.dtype), dweight, dbias
+
+
+def _standardise(w: Tensor, ranks: Sequence[int], norm: str) -> tuple[Tensor, list[Tensor]]:
+    """ŵ `[n, Σ r_i]` in fp32 and each member's 1/σ `[n, 1]`."""
+    wide = w.to(_statistics_dtype(w.dtype))
+    parts, inverse = [], []
+    for member in wide.split(list(ranks), dim=1):
+        if norm == "layernorm":
+            member = member - member.mean(dim=1, keepdim=True)
+        scale = (member.square().mean(dim=1, keepdim=True) + LATENT_NORM_EPS).rsqrt_()
+        parts.append(member * scale)
+        inverse.append(scale)
+    return torch.cat(parts, dim=1), inverse
+
+
+def apply_gate(z: Tensor, gate: str, weights: Sequence[Tensor]) -> Tensor:
+    """G(z) of LaX for one projection's latent, `[n, r]` → `[n, r]`.
+
+    "identity": z, no weights. "linear": z·Wᵀ + b, `[r, r]` and `[r]`. "tensor": E₁ᵀ·Z·E₂ with
+    each token's z seen as Z `[p, q]`, and E₁ `[p, p]`, E₂ `[q, q]`.
+    """
+    if gate == "identity":
+        return z
+    if gate == "linear":
+        weight, bias = weights
+        return torch.addmm(bias, z, weight.t())
+    left, right = weights
+    return torch.matmul(left.t(), _on_the_right(z, left, right)).view(z.shape)
+
+
+def apply_gate_backward(
+    dg: Tensor, z: Tensor, gate: str, weights: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """dz `[n, r]` and the gradients of the gate's weights, from that of G(z)."""
+    if gate == "identity":
+        return dg, ()
+    if gate == "linear":
+        weight, _ = weights
+        return torch.mm(dg, weight), (torch.mm(dg.t(), z), dg.sum(dim=0))
+    left, right = weights
+    p, q = left.shape[0], right.shape[0]
+    grad = dg.view(-1, p, q)
+    product = _on_the_right(z, left, right)
+    dleft = torch.mm(
+        product.transpose(0, 1).reshape(p, -1), grad.transpose(0, 1).reshape(p, -1).t()
+    )
+    dproduct = torch.matmul(left, grad)
+    dright = torch.mm(z.reshape(-1, q).t(), dproduct.view(-1, q))
+    return torch.matmul(dproduct, right.t()).view(z.shape), (dleft, dright)
+
+
+def _on_the_right(z: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Z·E₂ of every token, `[n, p, q]`."""
+    p, q = left.shape[0], right.shape[0]
+    return torch.mm(z.reshape(-1, q), right).view(-1, p, q)
 
 
 def project_up(z: Tensor, weights: Sequence[Tensor], *, batched: bool) -> tuple[Tensor, ...]:

@@ -20,11 +20,12 @@ from boost_layers.norm import NormWeight, residual_rms_norm
 from boost_layers.parameters import FullRankWeight, ProjectionShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from boost_layers.config import LowRankConfig
+    from boost_layers.latent import LayerLatents
 
 
 def _gather_sequence(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
@@ -164,33 +165,36 @@ class FullRankProjections(nn.Module):
             sequence_parallel=self.sequence_parallel,
         )
 
-    def enter(self, x: Tensor, *, first: bool) -> Tensor:
+    def enter(self, x: Tensor, *, convert: bool) -> Tensor:
         """`[s, b, d]` or `[s/T, b, d]`, as it comes."""
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, *, convert: bool) -> Tensor:
         """`[s, b, d]` or `[s/T, b, d]`, as it is."""
         return x
 
-    def project_in(
-        self, x: Tensor, norm: NormWeight, projections: Sequence[FullRankWeight]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Norm and the projections that read the residual stream: x → x and `[s, b, o/T]` each."""
+    def sublayer(
+        self,
+        x: Tensor,
+        norm: NormWeight,
+        inputs: Sequence[FullRankWeight],
+        between: Callable[..., Tensor],
+        output: FullRankWeight,
+        latents: LayerLatents,
+    ) -> Tensor:
+        """x + output(between(inputs(norm(x)))), attention or MLP, in the layout of x. `between`
+        takes one `[s, b, o/T]` per input and gives `[s, b, k/T]`; there are no latents."""
         x, normed = residual_rms_norm(x, norm(), self.config.layernorm_epsilon)
         outputs = column_linear(
             normed,
-            [projection() for projection in projections],
+            [projection() for projection in inputs],
             self.tp_group,
             sequence_parallel=self.sequence_parallel,
         )
-        return x, outputs
-
-    def project_out(self, y: Tensor, projection: FullRankWeight, residual: Tensor) -> Tensor:
-        """The projection that closes a residual: y `[s, b, k/T]` → the layout of `residual`."""
         return row_linear(
-            y,
-            projection(),
-            residual,
+            between(*outputs),
+            output(),
+            x,
             self.tp_group,
             sequence_parallel=self.sequence_parallel,
         )

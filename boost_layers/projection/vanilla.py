@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
-from boost_layers.mappings import gather_partial_gradient
+from boost_layers.latent import LayerLatents, activated
+from boost_layers.mappings import gather_partial_gradient, gather_replicated, split_replicated
 from boost_layers.norm import NormWeight, residual_rms_norm
-from boost_layers.parameters import Factors, ProjectionShape
+from boost_layers.parameters import Factors, FactorTensors, ProjectionShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -156,45 +157,96 @@ class VanillaProjections(nn.Module):
 
     def weights(self, shape: ProjectionShape) -> Factors:
         """A and B both sharded along the rank."""
-        seed = self.low_rank.seed
-        return Factors(self.config, shape, self.tp_group, seed, a_axis=0, b_axis=1)
+        return Factors(self.config, shape, self.tp_group, self.low_rank, a_axis=0, b_axis=1)
 
     def norm(self) -> NormWeight:
         """γ `[d]`, replicated with equal and complete gradients."""
         return NormWeight(self.config, self.config.hidden_size, self.tp_group, sharded=False)
 
-    def enter(self, x: Tensor, *, first: bool) -> Tensor:
+    def enter(self, x: Tensor, *, convert: bool) -> Tensor:
         """`[s, b, d]`, as it comes."""
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, *, convert: bool) -> Tensor:
         """`[s, b, d]`, as it is."""
         return x
 
-    def project_in(
-        self, x: Tensor, norm: NormWeight, projections: Sequence[Factors]
+    def sublayer(
+        self,
+        x: Tensor,
+        norm: NormWeight,
+        inputs: Sequence[Factors],
+        between: Callable[..., Tensor],
+        output: Factors,
+        latents: LayerLatents,
+    ) -> Tensor:
+        """x + output(between(inputs(norm(x)))), attention or MLP: `[s, b, d]` → the same."""
+        x, outputs = self._project_in(x, norm, inputs, latents)
+        return self._project_out(between(*outputs), output, x, latents)
+
+    def _project_in(
+        self, x: Tensor, norm: NormWeight, inputs: Sequence[Factors], latents: LayerLatents
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Norm and the projections that read the residual stream: x `[s, b, d]` → x and q, k, v
         (of this rank's heads if attention is sliced) or gate and up `[s, b, f]`. One all-reduce of
         each output forward; backward one of `[n, d]` (one per projection without grouping)."""
         x, normed = residual_rms_norm(x, norm(), self.config.layernorm_epsilon)
-        sliced = self.attention_sharded and len(projections) == 3
-        runs = [projections] if self.low_rank.grouping else [[p] for p in projections]
+        sliced = self.attention_sharded and len(inputs) == 3
+        factors = [projection() for projection in inputs]
+        runs = [factors] if self.low_rank.grouping else [[each] for each in factors]
         outputs: list[Tensor] = []
         for run in runs:
-            a_weights, b_weights = zip(*(projection() for projection in run), strict=True)
-            u = column_down(normed, a_weights, self.tp_group, reduce_gradient=True)
-            outputs += row_up(u, b_weights, self.low_rank.activation, self.tp_group, sliced=sliced)
+            u = column_down(normed, [each.A for each in run], self.tp_group, reduce_gradient=True)
+            outputs += self._up(u, run, latents, sliced=sliced)
         return x, tuple(outputs)
 
-    def project_out(self, y: Tensor, projection: Factors, residual: Tensor) -> Tensor:
+    def _project_out(
+        self, y: Tensor, output: Factors, residual: Tensor, latents: LayerLatents
+    ) -> Tensor:
         """The projection that closes a residual: y `[s, b, k]` (or this rank's heads
         `[s, b, k/T]`, gathered first) → `[s, b, d]`. One all-reduce of `[n, d]` forward; backward
         one of `[n, k]`, or a reduce-scatter of it for gathered heads."""
-        a, b = projection()
-        gathered = y.shape[-1] != a.shape[1]
+        factors = output()
+        gathered = y.shape[-1] != factors.A.shape[1]
         if gathered:
             y = gather_partial_gradient(y, self.tp_group)
-        u = column_down(y, [a], self.tp_group, reduce_gradient=not gathered)
-        (x,) = row_up(u, [b], self.low_rank.activation, self.tp_group, residual=residual)
+        u = column_down(y, [factors.A], self.tp_group, reduce_gradient=not gathered)
+        (x,) = self._up(u, [factors], latents, residual=residual)
         return x
+
+    def _up(
+        self,
+        u: Tensor,
+        factors: Sequence[FactorTensors],
+        latents: LayerLatents,
+        *,
+        sliced: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """From this rank's shares of latents `[s, b, Σ r_i/T]` to the outputs.
+
+        LaX's gate and norm need whole latents: one all-gather of the shares forward, and backward
+        one of the gradients of z.
+        """
+        activation = self.low_rank.activation
+        if self.low_rank.crossing:
+            ranks = [each.rank for each in factors]
+            u = whole_latents(u, ranks, self.tp_group)
+            u = latent_shares(activated(latents.next(u, factors)), ranks, self.tp_group)
+            activation = "identity"
+        weights = [each.B for each in factors]
+        return row_up(u, weights, activation, self.tp_group, sliced=sliced, residual=residual)
+
+
+def whole_latents(u: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Each member's share `[s, b, r_i/T]`, side by side, → the whole members side by side
+    `[s, b, Σ r_i]`: one all-gather forward; backward takes this rank's shares, no collective."""
+    by_rank = gather_replicated(u, -1, group).unflatten(-1, (group.size(), -1))
+    shares = by_rank.split([rank // group.size() for rank in ranks], dim=-1)
+    return torch.cat([share.flatten(-2) for share in shares], dim=-1)
+
+
+def latent_shares(z: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `whole_latents`: no collective forward; backward one all-gather."""
+    shares = [member.unflatten(-1, (group.size(), -1)) for member in z.split(list(ranks), dim=-1)]
+    return split_replicated(torch.cat(shares, dim=-1).flatten(-2), -1, group)

@@ -122,8 +122,11 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             )
     if added:
         said.append("dropout: 0 (Megatron's default of 0.1 was not asked for)")
-    btp = low_rank.low_rank and low_rank.tp == "btp"
-    if btp and arguments.tensor_model_parallel_size > 1 and not arguments.sequence_parallel:
+    if (
+        low_rank.hidden_sharded
+        and arguments.tensor_model_parallel_size > 1
+        and not arguments.sequence_parallel
+    ):
         added.append("--sequence-parallel")
         said.append("sequence parallelism: on at the borders of the BTP layers")
     if low_rank.low_rank and low_rank.tp == "vanilla" and arguments.sequence_parallel:

@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from boost_layers.layer import LowRankLayer
-from boost_layers.specs import layer_spec, low_rank_spec
+from boost_layers.specs import finish_model, layer_spec, low_rank_spec
 from boost_layers.validation import validate_model
-from boost_layers.vocabulary import prepare_vocabulary
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -42,19 +41,22 @@ def model_config(arguments: Namespace, low_rank: LowRankConfig) -> GPTModelConfi
 def _block_spec(
     low_rank: LowRankConfig, config: GPTModelConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    return low_rank_spec(config.transformer, low_rank, vp_stage)
+    spec = low_rank_spec(config.transformer, low_rank, vp_stage)
+    # The stages of our own run know the width of the tensor between them (wide_pipeline_tensor).
+    config.transformer.variable_seq_lengths = False
+    return spec
 
 
 def _finish_model(
     arguments: Namespace, low_rank: LowRankConfig, stages: list[GPTModel]
 ) -> list[GPTModel]:
     """What Megatron's builder leaves to do: layout-invariant embedding and head, the padded
-    vocabulary's mask, and a look at what was really built."""
+    vocabulary's mask, the fused first border, and a look at what was really built."""
     vocab_size = true_vocabulary(arguments)
     for stage in stages:
         for layer in stage.decoder.layers:
             assert isinstance(layer, LowRankLayer), f"Megatron built a {type(layer).__name__}"
-        prepare_vocabulary(stage, vocab_size, low_rank.seed)
+        finish_model(stage, vocab_size, low_rank.seed)
     return stages
 
 

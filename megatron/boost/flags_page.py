@@ -26,10 +26,11 @@ _INTRODUCTION = """\
 # Megatron's flags
 
 What becomes of every flag of Megatron-Core 0.19 beside `--low-rank-arch dense`, `cola`, `svd` or
-`lax`; without one of them nothing is refused and the run is Megatron's own. The same table refuses
-the flags, and the fields of `TransformerConfig` of a program that calls `low_rank_spec`; a test
-walks Megatron's parser, so a new flag fails it until it is classified. This page is generated from
-it: `python -m megatron.boost.flags_page`.
+`lax`. Without one of them the run is Megatron's own, and only data that `pretrain_gpt.py` does not
+feed (`--sft`, `--perform-rl-step`, …) is refused. The table behind this page refuses the flags, and
+the fields of `TransformerConfig` of a program that calls `low_rank_spec`; a test walks Megatron's
+parser, so a new flag fails it until it is classified. `python -m megatron.boost.flags_page` writes
+the page.
 """
 
 
@@ -63,9 +64,13 @@ def megatron_page() -> str:
 def _outcome(rule: Rule) -> str:
     if rule.outcome != "refused":
         return rule.outcome
-    if rule.instead is None and rule.legal is None:
-        return "refused"
-    return f"refused; legal: {rule.proposal}"
+    if rule.instead is not None and rule.instead.startswith("pass "):
+        return "needed"
+    values = [str(v) for v in rule.legal or () if isinstance(v, str | int) and v is not False]
+    values += ["the tensor-parallel size"] if rule.same_as is not None else []
+    if values:
+        return f"refused, but for {', '.join(values)}"
+    return "refused" if rule.instead is None else f"refused; use {rule.instead}"
 
 
 def own_page() -> str:

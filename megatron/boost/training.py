@@ -17,6 +17,7 @@ from megatron.training import pretrain, set_startup_timestamps, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 
+from boost_layers.carry import width_between_stages
 from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
 from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
@@ -29,6 +30,7 @@ from megatron.boost.data import (
     refuse_missing_data,
     refuse_unsupported_data,
 )
+from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -84,8 +86,11 @@ def train(plan: Plan, started: float | None = None) -> None:
     launch = plan.settings.launch
     LEDGER.clear()
     LEDGER.timed = launch.comm_report is not None
-    checked = settings_checked_on_load(plan.settings.low_rank, plan.settings.megatron.hidden_size)
-    with checked, _keeping_model() as built:
+    low_rank, hidden_size = plan.settings.low_rank, plan.settings.megatron.hidden_size
+    tp_size = plan.settings.megatron.tensor_model_parallel_size
+    checked = settings_checked_on_load(low_rank, hidden_size)
+    widened = wide_pipeline_tensor(width_between_stages(low_rank, hidden_size, tp_size))
+    with checked, widened, _keeping_model() as built:
         try:
             pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:

@@ -91,14 +91,23 @@ class Expected:
         grouped = self.low_rank.grouping
         inputs = 2 if grouped else 5
         forward = {("forward", "all_reduce"): (7, q + 2 * kv + d + 2 * f + d)}
+        # LaX needs whole latents: their shares are gathered, and so are the gradients of z.
+        gathers, width = 0, 0.0
+        if self.low_rank.crossing:
+            a, m = self.low_rank.attn_rank, self.low_rank.mlp_rank
+            assert a and m
+            gathers, width = (4 if grouped else 7), (4 * a + 3 * m) / self.T
         if self.low_rank.vanilla_attention == "replicated":
             return {**forward, ("backward", "all_reduce"): (inputs + 2, inputs * d + q + f)}
         return {
             **forward,
-            ("forward", "all_gather"): (1, q / self.T),
+            ("forward", "all_gather"): (1 + gathers, q / self.T + width),
             ("backward", "all_reduce"): (inputs + 1, inputs * d + f),
             ("backward", "reduce_scatter"): (1, q),
-            ("backward", "all_gather"): (1 if grouped else 3, (q + 2 * kv) / self.T),
+            ("backward", "all_gather"): (
+                (1 if grouped else 3) + gathers,
+                (q + 2 * kv) / self.T + width,
+            ),
         }
 
     def counts(self) -> Counts:
@@ -177,6 +186,17 @@ CASES: dict[str, dict[str, Any]] = {
     "btp sync bf16": {"low_rank": replace(BTP, norm="sync"), "dtype": torch.bfloat16},
     "btp sync ungrouped": {"low_rank": replace(BTP, norm="sync", grouping=False)},
     "btp full recompute": {"low_rank": BTP, "transformer": FULL_RECOMPUTE},
+    "btp lax": {"low_rank": replace(BTP, arch="lax")},
+    "btp lax bf16": {"low_rank": replace(BTP, arch="lax"), "dtype": torch.bfloat16},
+    "btp lax full recompute": {
+        "low_rank": replace(BTP, arch="lax"),
+        "transformer": FULL_RECOMPUTE,
+    },
+    "btp svd": {"low_rank": replace(BTP, arch="svd")},
+    "btp latent checkpointing": {"low_rank": replace(BTP, recompute=True)},
+    "btp lax latent checkpointing": {"low_rank": replace(BTP, arch="lax", recompute=True)},
+    "vanilla lax": {"low_rank": replace(VANILLA, arch="lax")},
+    "vanilla lax ungrouped": {"low_rank": replace(VANILLA, arch="lax", grouping=False)},
     "btp selective recompute": {"low_rank": BTP, "transformer": SELECTIVE_RECOMPUTE},
     "vanilla": {"low_rank": VANILLA},
     "vanilla bf16": {"low_rank": VANILLA, "dtype": torch.bfloat16},
@@ -231,7 +251,7 @@ def test_every_strategys_collectives_are_those_of_the_table(tp: int) -> None:
             forward = {key: count for key, count in counts.items() if key[1] == "forward"}
             assert found[f"{name}, evaluated"][0] == forward
 
-            again = LAYERS if expected.recompute == "full" else 0
+            again = LAYERS if expected.recompute == "full" or expected.low_rank.recompute else 0
             passes = {"forward": LAYERS, "backward": LAYERS, "recompute": again}
             assert found[name][1] == passes
             assert found[f"{name}, evaluated"][1] == {**passes, "backward": 0, "recompute": 0}

@@ -19,7 +19,7 @@ from torch import Tensor
 from boost_layers.config import LowRankConfig
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, loss_and_gradients, tensor_parallel_state
-from tests.support.plain_llama import PlainConfig, PlainLlama, random_canonical
+from tests.support.plain_llama import Lax, PlainConfig, PlainLlama, random_canonical
 
 PLAIN = PlainConfig(
     vocab_size=52,
@@ -44,6 +44,97 @@ GQA = {"heads": 8, "kv_heads": 4, "head_dim": 6}
 MQA = {"kv_heads": 1}
 ONE_HEAD = {"heads": 1, "kv_heads": 1, "head_dim": 32}
 
+# Three layers, so that one latent has a layer before and one after it; 12 = 3·4, 16 = 4·4.
+LAX_PLAIN = replace(PLAIN, layers=3, lax=Lax())
+LAX = replace(BTP, arch="lax")
+LAX_SVD_PLAIN = replace(LAX_PLAIN, act="identity", mlp="swiglu")
+LATENT = {"recompute": True}
+# Four layers of which the two in the middle are low-rank.
+MIXED_PLAIN = replace(PLAIN, layers=4, low_rank_layers=(1, 2))
+# k and v of another rank than q, down of another than gate and up.
+TABLE = {"k_proj": 8, "v_proj": 4, "down_proj": 20}
+
+LAX_CASES = {
+    "svd": Case(
+        plain=replace(PLAIN, act="identity", mlp="swiglu"), low_rank=replace(BTP, arch="svd")
+    ),
+    "svd-vanilla": Case(
+        plain=replace(PLAIN, act="identity", mlp="swiglu"), low_rank=replace(VANILLA, arch="svd")
+    ),
+    "lax": Case(plain=LAX_PLAIN, low_rank=LAX),
+    "lax-svd-base": Case(plain=LAX_SVD_PLAIN, low_rank=replace(LAX, lax_base="svd")),
+    "lax-linear-rmsnorm": Case(
+        plain=replace(LAX_PLAIN, lax=Lax("linear", "rmsnorm")),
+        low_rank=replace(LAX, lax_gate="linear", lax_norm="rmsnorm"),
+    ),
+    "lax-identity-none": Case(
+        plain=replace(LAX_SVD_PLAIN, lax=Lax("identity", "none")),
+        low_rank=replace(LAX, lax_base="svd", lax_gate="identity", lax_norm="none"),
+    ),
+    "lax-ungrouped": Case(plain=LAX_PLAIN, low_rank=replace(LAX, grouping=False)),
+    "lax-sync": Case(plain=LAX_PLAIN, low_rank=replace(LAX, norm="sync")),
+    "lax-latent-checkpointing": Case(plain=LAX_PLAIN, low_rank=replace(LAX, **LATENT)),
+    "lax-full-recompute": Case(
+        plain=LAX_PLAIN,
+        low_rank=LAX,
+        transformer={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "lax-vanilla": Case(plain=LAX_PLAIN, low_rank=replace(LAX, tp="vanilla")),
+    "lax-vanilla-full-recompute": Case(
+        plain=LAX_PLAIN,
+        low_rank=replace(LAX, tp="vanilla"),
+        transformer={
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+        },
+    ),
+    "lax-vanilla-replicated-ungrouped": Case(
+        plain=replace(LAX_PLAIN, lax=Lax("linear", "layernorm")),
+        low_rank=replace(
+            LAX, tp="vanilla", grouping=False, vanilla_attention="replicated", lax_gate="linear"
+        ),
+    ),
+}
+LAYER_CASES = {
+    "btp-rank-table": Case(
+        plain=replace(PLAIN, ranks=TABLE), low_rank=replace(BTP, ranks="k=8,v=4,down=20")
+    ),
+    "vanilla-rank-table": Case(
+        plain=replace(PLAIN, ranks=TABLE), low_rank=replace(VANILLA, ranks="k=8,v=4,down=20")
+    ),
+    "lax-rank-table": Case(
+        plain=replace(LAX_PLAIN, ranks=TABLE), low_rank=replace(LAX, ranks="k=8,v=4,down=20")
+    ),
+    "lax-vanilla-rank-table": Case(
+        plain=replace(LAX_PLAIN, ranks=TABLE),
+        low_rank=replace(LAX, tp="vanilla", ranks="k=8,v=4,down=20"),
+    ),
+    "btp-mixed-depth": Case(plain=MIXED_PLAIN, low_rank=replace(BTP, layers="1-2")),
+    "vanilla-mixed-depth": Case(plain=MIXED_PLAIN, low_rank=replace(VANILLA, layers="1-2")),
+    "lax-mixed-depth": Case(
+        plain=replace(MIXED_PLAIN, lax=Lax()), low_rank=replace(LAX, layers="1-2")
+    ),
+    "btp-last-layers": Case(
+        plain=replace(MIXED_PLAIN, low_rank_layers=(2, 3)), low_rank=replace(BTP, layers="2-3")
+    ),
+    "btp-first-layer": Case(
+        plain=replace(MIXED_PLAIN, low_rank_layers=(0, 0)), low_rank=replace(BTP, layers="0-0")
+    ),
+    "btp-fused-embedding": Case(plain=PLAIN, low_rank=BTP, padded_vocab=64, fused_embedding=True),
+    "btp-fused-embedding-tied": Case(
+        plain=replace(PLAIN, tied=True), low_rank=BTP, fused_embedding=True
+    ),
+    "btp-latent-checkpointing": Case(plain=PLAIN, low_rank=replace(BTP, **LATENT)),
+    "btp-latent-checkpointing-gqa-sync-ungrouped": Case(
+        plain=replace(PLAIN, **GQA),
+        low_rank=replace(BTP, **LATENT, norm="sync", grouping=False),
+    ),
+}
 CASES = {
     "btp": Case(plain=PLAIN, low_rank=BTP),
     "btp-ungrouped": Case(plain=PLAIN, low_rank=replace(BTP, grouping=False)),
@@ -172,10 +263,11 @@ def possible(cases: Mapping[str, Case], tp: int) -> dict[str, Case]:
 
 
 def check(cases: Mapping[str, Case], tp: int, tolerance: float) -> None:
-    references: dict[tuple[PlainConfig, torch.dtype], Reference] = {}
+    references: dict[tuple[str, torch.dtype], Reference] = {}
     given = {}
     for name, case in cases.items():
-        key = case.plain, case.dtype
+        # A rank table cannot be hashed.
+        key = repr(case.plain), case.dtype
         if key not in references:
             references[key] = reference(case.plain, weights=case.dtype)
         given[name] = replace(case, tp=tp), references[key]
@@ -190,6 +282,11 @@ def test_every_strategy_agrees_with_the_plain_model_in_fp64(tp: int) -> None:
     check(possible(cases, tp), tp, 1e-12)
 
 
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_architecture_and_layer_setting_agrees_with_the_plain_model(tp: int) -> None:
+    check({**LAX_CASES, **LAYER_CASES}, tp, 1e-12)
+
+
 def test_the_three_strategies_agree_with_the_plain_model_on_four_ranks() -> None:
     names = ("btp", "vanilla", "dense-sequence-parallel")
     check({name: CASES[name] for name in names}, 4, 1e-12)
@@ -200,8 +297,9 @@ QUICK_FP32 = ("btp", "btp-sync", "vanilla", "dense")
 
 @pytest.mark.parametrize("tp", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (1, 4))])
 def test_agrees_with_the_plain_model_in_fp32(tp: int) -> None:
-    names = QUICK_FP32 if tp == 2 else tuple(CASES)
-    cases = {name: replace(CASES[name], dtype=torch.float32) for name in names}
+    every = {**CASES, **LAX_CASES, **LAYER_CASES}
+    names = QUICK_FP32 if tp == 2 else tuple(every)
+    cases = {name: replace(every[name], dtype=torch.float32) for name in names}
     check(possible(cases, tp), tp, 1e-5)
 
 
@@ -210,11 +308,13 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     """Errors are against fp64 arithmetic with the same weights, and their measure is the error of a
     plain model whose every operation is in bf16: no quantity may be far worse (all-reduces round
     at every hop), and on the whole they must be alike."""
+    every = {**CASES, **LAX_CASES}
     names = ["btp", "btp-sync", "btp-ungrouped", "vanilla", "dense"]
+    names += ["svd", "lax", "lax-svd-base", "lax-linear-rmsnorm", "lax-vanilla"]
     names += ["dense-sequence-parallel"] if tp > 1 else []
     given, plainly = {}, {}
     for name in names:
-        case = replace(CASES[name], tp=tp, dtype=torch.bfloat16)
+        case = replace(every[name], tp=tp, dtype=torch.bfloat16)
         exact = reference(case.plain, weights=torch.bfloat16)
         given[name] = case, exact
         in_bf16 = reference(case.plain, weights=torch.bfloat16, arithmetic=torch.bfloat16)
@@ -222,5 +322,7 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     for found in run_ranks(compare, tp, given):
         for name, of_case in found.items():
             ratios = {what: error / plainly[name][what] for what, error in of_case.items()}
-            assert {what: ratio for what, ratio in ratios.items() if not ratio <= 2.5} == {}
+            # LaX's gates are so small that the errors of few numbers count.
+            limit = 3.0 if name.startswith("lax") else 2.5
+            assert {what: ratio for what, ratio in ratios.items() if not ratio <= limit} == {}
             assert statistics.geometric_mean(ratios.values()) <= 1.5

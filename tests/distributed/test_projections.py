@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from boost_layers.projection.btp import down, norm_down, up
+from boost_layers.latent import Latent
+from boost_layers.projection.column_up import up
 from boost_layers.projection.full_rank import column_linear, row_linear
+from boost_layers.projection.row_down import NormSettings, down, norm_down
 from boost_layers.projection.vanilla import column_down, row_up
 from tests.support.distributed import run_ranks
 
@@ -72,7 +74,8 @@ def btp() -> None:
             def norm_and_down(
                 x: Tensor, gamma: Tensor, *a: Tensor, groups: Any = groups, online: bool = online
             ) -> list[Tensor]:
-                x, u = norm_down(x, gamma, a, groups, D, EPS, group, online=online)
+                norm = NormSettings(D, EPS, online, group)
+                x, u = norm_down(x, gamma, a, groups, norm)
                 return [x, *u]
 
             def dense_norm_and_down(
@@ -93,7 +96,7 @@ def btp() -> None:
         for batched in (True, False):
             compare(
                 lambda u, *b, act=activation, batched=batched: up(
-                    u, b, act, group, batched=batched
+                    Latent(u, (R, R), act), b, group, batched=batched
                 ),
                 lambda u, *b, phi=phi: [
                     F.linear(phi(part), w) for part, w in zip(u.split(R, -1), b, strict=True)
@@ -102,7 +105,7 @@ def btp() -> None:
                 [2, 2],
             )
     compare(
-        lambda u, x, b: up(u, [b], "silu", group, residual=x),
+        lambda u, x, b: up(Latent(u, (R,), "silu"), [b], group, residual=x),
         lambda u, x, b: [x + F.linear(F.silu(u), b)],
         [((S, B, R), None), ((S, B, OUT), 2), ((OUT, R), 0)],
         [2],

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.test_parity import CASES, batch
+from tests.distributed.test_parity import CASES, LAX_CASES, batch
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, loss_and_gradients, tensor_parallel_state
 from tests.support.plain_llama import random_canonical
@@ -50,9 +50,9 @@ def each(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
 def test_recompute_changes_no_bit() -> None:
     cases = {
         f"{strategy} {kind}": replace(
-            CASES[strategy], tp=2, dtype=torch.float32, transformer=settings
+            {**CASES, **LAX_CASES}[strategy], tp=2, dtype=torch.float32, transformer=settings
         )
-        for strategy in ("btp", "vanilla", "dense-sequence-parallel")
+        for strategy in ("btp", "vanilla", "dense-sequence-parallel", "lax", "lax-vanilla")
         for kind, settings in RECOMPUTE.items()
     }
     cases |= {
@@ -61,11 +61,11 @@ def test_recompute_changes_no_bit() -> None:
         )
         for kind in ("none", "full")
     }
-    layers = 2
-    recomputed = {"none": 0, "full": layers, "block": 1, "selective": layers}
     for found in run_ranks(each, 2, cases):
         for name, result in found.items():
             strategy, kind = name.split()
+            layers = cases[name].plain.layers
+            recomputed = {"none": 0, "full": layers, "block": 1, "selective": layers}
             assert result["attentions"] == 2 * layers + recomputed[kind], name
             expected = found[f"{strategy} none"]
             assert torch.equal(result["loss"], expected["loss"])

@@ -29,7 +29,7 @@ def specs_of(tp: int, environments: Sequence[str | None]) -> list[dict[str, Any]
             mock.patch.object(specs, "logger", mock.create_autospec(logging.Logger)) as logger,
         ):
             block = specs.gpt_spec(SimpleNamespace(transformer=config))
-        (spec,) = {id(spec): spec for spec in block.layer_specs}.values()
+        (spec,) = {spec.submodules.projections: spec for spec in block.layer_specs}.values()
         found.append(
             {
                 "layers": len(block.layer_specs),

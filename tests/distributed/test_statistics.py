@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, distributed
 
 from boost_layers import ops
-from boost_layers.projection import btp
+from boost_layers.projection.row_down import NormSettings, norm_down
 from tests.support.distributed import run_ranks
 
 HIDDEN = 4096
@@ -27,13 +28,13 @@ def whole_statistics(tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     gamma = torch.ones(HIDDEN // size).bfloat16()
     seen = []
 
-    def spy(h: Tensor, s: Tensor, *rest: float) -> tuple[Tensor, Tensor]:
+    def spy(h: Tensor, s: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         result = ops.reference.normalise_latent(h, s, *rest)
         seen.append((s.clone(), result[1]))
         return result
 
     with mock.patch.object(ops, "normalise_latent", spy):
-        btp.norm_down(x, gamma, [a], [1], HIDDEN, 1e-6, group)
+        norm_down(x, gamma, [a], [1], NormSettings(HIDDEN, 1e-6, True, group))
     ((s, rho),) = seen
     own = ops.sum_of_squares(x.view(tokens, -1))
     parts = [torch.empty_like(own) for _ in range(size)]

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import distributed
 
+from boost_layers import ops
 from tests.distributed.test_parity import (
     CASES,
+    LAX_CASES,
+    LAYER_CASES,
     SINGLE_RANK_CASES,
     Reference,
     beyond,
@@ -55,7 +58,8 @@ def compare_on_cuda(cases: Mapping[str, tuple[Case, Reference]]) -> dict[str, di
     ],
 )
 def test_agrees_with_the_plain_model_on_cuda(tp: int, dtype: torch.dtype, tolerance: float) -> None:
-    cases = possible({**CASES, **SINGLE_RANK_CASES} if tp == 1 else CASES, tp)
+    every = {**CASES, **LAX_CASES, **LAYER_CASES}
+    cases = possible({**every, **SINGLE_RANK_CASES} if tp == 1 else every, tp)
     given = {
         name: (
             replace(case, tp=tp, dtype=dtype, device="cuda"),
@@ -66,3 +70,16 @@ def test_agrees_with_the_plain_model_on_cuda(tp: int, dtype: torch.dtype, tolera
     for found in run_ranks(compare_on_cuda, tp, given, init_process_group=False, timeout_s=280):
         assert found.keys() == cases.keys()
         assert beyond(found, tolerance) == {}
+
+
+@needs_gpus(1)
+def test_fp16_survives_what_its_range_cannot_hold_on_cuda() -> None:
+    """Partial sums come out of the GEMM in fp32 (`out_dtype`), which only CUDA has."""
+    generator = torch.Generator().manual_seed(9)
+    x = (torch.randn(32, 256, generator=generator) * 1e4).clamp(-6e4, 6e4).half()
+    a = torch.randn(48, 256, generator=generator).half()
+    h = torch.empty(32, 48, dtype=torch.float32, device="cuda")
+    ops.project_down(x.cuda(), a.cuda(), h)
+    exact = x.double() @ a.double().t()
+    assert exact.abs().max() > torch.finfo(torch.float16).max
+    assert ((h.double().cpu() - exact).norm() / exact.norm()) <= 1e-5

@@ -32,6 +32,8 @@ class Case:
     """None: what the strategy needs."""
     dtype: torch.dtype = torch.float64
     padded_vocab: int | None = None
+    fused_embedding: bool = False
+    """Whether the embedding gives BTP layers their share of hidden at once."""
     device: str = "cpu"
     """"cuda": this rank's current CUDA device, with the world made over NCCL."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
@@ -121,6 +123,7 @@ def _build(case: Case) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from boost_layers.embedding import fuse_embedding_border
     from boost_layers.specs import low_rank_spec
     from boost_layers.vocabulary import mask_padded_vocabulary
 
@@ -144,6 +147,8 @@ def _build(case: Case) -> nn.Module:
         rope.inv_freq = 1.0 / plain.rope_base**exponent
     group = ProcessGroupCollection.use_mpu_process_groups(["tp"]).tp
     mask_padded_vocabulary(model, plain.vocab_size, group)
+    if case.fused_embedding:
+        fuse_embedding_border(model)
     return model
 
 

@@ -9,7 +9,10 @@ a parallel implementation is compared with the mathematics and not with a copy o
     x_{l+1} = x_l' + down(gate(n) * up(n))                                               (product)
     logits  = H RMSNorm(x_L)
 
-and each of the seven projections is `W x` (dense) or `B act(A x)` (cola).
+and each of the seven projections is `W x` (dense), `B act(A x)` (cola; svd with the identity) or,
+with LaX (arXiv 2505.21732), with the same projection of the layer before:
+
+    u_l = A_l x,   v_l = Norm(u_l + G_l(z_{l-1})),   z_l = act(v_l),   y_l = B_l z_l;   v_0 = u_0
 
 Shape letters: b batch, s sequence, d hidden, f FFN width, h query heads, k KV heads, e head
 dimension, r rank, V vocabulary. Tensors carry the canonical names, whole and in [out, in] layout.
@@ -46,14 +49,24 @@ class Llama3RopeScaling:
     original_max_position: int = 8192
 
 
+@dataclass(frozen=True)
+class Lax:
+    """The crossing of latents."""
+
+    gate: Literal["identity", "linear", "tensor"] = "tensor"
+    norm: Literal["none", "layernorm", "rmsnorm"] = "layernorm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlainConfig:
     """Sizes and choices of a `PlainLlama`.
 
     `rank` is that of q, k, v and o, `mlp_rank` (default: `rank`) that of gate, up and down, and
-    `ranks` overrides both for the projections it names. `act` acts on the latent, and "gelu" is the
-    exact one (erf). `rope_dtype` is the precision of the RoPE angles: float64 is exact, float32
-    reproduces the rounding of libraries that compute them in float32 whatever the model's dtype.
+    `ranks` overrides both for the projections it names. `low_rank_layers` are the first and the
+    last low-rank layer, the others being dense with "swiglu" (None: all are low-rank). `act` acts
+    on the latent, and "gelu" is the exact one (erf). `rope_dtype` is the precision of the RoPE
+    angles: float64 is exact, float32 reproduces the rounding of libraries that compute them in
+    float32 whatever the model's dtype.
 
     Raises ValueError for sizes that make no model.
     """
@@ -71,6 +84,8 @@ class PlainConfig:
     ranks: Mapping[str, int] | None = None
     act: Literal["silu", "gelu", "identity"] = "silu"
     mlp: Literal["product", "swiglu"] = "swiglu"
+    lax: Lax | None = None
+    low_rank_layers: tuple[int, int] | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
     rope_scaling: Llama3RopeScaling | None = None
@@ -96,6 +111,11 @@ class PlainConfig:
             raise ValueError("mlp 'product' belongs to arch 'cola'; a dense LLaMA has 'swiglu'")
         if self.arch == "cola" and min(map(self.rank_of, projections)) < 1:
             raise ValueError("arch 'cola' needs a rank of at least 1 for every projection")
+
+    def is_low_rank(self, layer: int) -> bool:
+        """Whether that layer's projections are factorised."""
+        first, last = self.low_rank_layers or (0, self.layers - 1)
+        return self.arch != "dense" and first <= layer <= last
 
     def rank_of(self, projection: str) -> int:
         """Rank of a projection such as "q_proj"."""
@@ -129,23 +149,72 @@ class Weight(nn.Module):
 
 
 class LowRankProjection(nn.Module):
-    """`B act(A x)` with `A` [r, in] and `B` [out, r]."""
+    """`B act(A x)` with `A` [r, in] and `B` [out, r]; with LaX, `B act(Norm(A x + G(before)))`."""
 
-    def __init__(self, out_features: int, in_features: int, rank: int, act: str) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, rank: int, act: str, lax: Lax | None = None
+    ) -> None:
         super().__init__()
         self.A = _unset(rank, in_features)
         self.B = _unset(out_features, rank)
         self.act = ACTIVATIONS[act]
+        self.lax = lax
+        self.z: Tensor
+        """The latent of the last forward, which the next layer reads."""
+        if lax is None:
+            return
+        if lax.gate == "tensor":
+            # The divisor of r nearest to its square root from below.
+            p = max(p for p in range(1, rank + 1) if rank % p == 0 and p * p <= rank)
+            self.gate_left, self.gate_right = _unset(p, p), _unset(rank // p, rank // p)
+        elif lax.gate == "linear":
+            self.gate_weight, self.gate_bias = _unset(rank, rank), _unset(rank)
+        if lax.norm != "none":
+            self.norm_weight = _unset(rank)
+        if lax.norm == "layernorm":
+            self.norm_bias = _unset(rank)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return F.linear(self.act(F.linear(x, self.A)), self.B)
+    def forward(self, x: Tensor, before: LowRankProjection | None = None) -> Tensor:
+        """[..., in] -> [..., out]; `before` is the same projection of the layer before."""
+        v = F.linear(x, self.A)
+        if self.lax is not None:
+            assert before is not None
+            v = self._norm(v + self._gate(before.z))
+        self.z = self.act(v)
+        return F.linear(self.z, self.B)
+
+    def _gate(self, z: Tensor) -> Tensor:
+        assert self.lax is not None
+        if self.lax.gate == "identity":
+            return z
+        if self.lax.gate == "linear":
+            return F.linear(z, self.gate_weight, self.gate_bias)
+        matrix = z.unflatten(-1, (len(self.gate_left), len(self.gate_right)))
+        gated = torch.einsum("...ij,ik,jl->...kl", matrix, self.gate_left, self.gate_right)
+        return gated.flatten(-2)
+
+    def _norm(self, v: Tensor) -> Tensor:
+        assert self.lax is not None
+        if self.lax.norm == "layernorm":
+            return F.layer_norm(v, v.shape[-1:], self.norm_weight, self.norm_bias, 1e-6)
+        if self.lax.norm == "rmsnorm":
+            return F.rms_norm(v, v.shape[-1:], self.norm_weight, 1e-6)
+        return v
 
 
-def _projection(config: PlainConfig, name: str, out_features: int, in_features: int) -> nn.Module:
-    if config.arch == "dense":
+def _projection(
+    config: PlainConfig, layer: int, name: str, out_features: int, in_features: int
+) -> nn.Module:
+    if not config.is_low_rank(layer):
         return Weight(out_features, in_features)
-    return LowRankProjection(out_features, in_features, config.rank_of(name), config.act)
+    lax = config.lax if layer > 0 and config.is_low_rank(layer - 1) else None
+    return LowRankProjection(out_features, in_features, config.rank_of(name), config.act, lax)
+
+
+def _apply(projection: nn.Module, x: Tensor, before: nn.Module | None) -> Tensor:
+    if isinstance(projection, LowRankProjection) and isinstance(before, LowRankProjection):
+        return projection(x, before)
+    return projection(x)
 
 
 class RMSNorm(nn.Module):
@@ -195,24 +264,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal attention with RoPE; query head i reads KV head `i // (h / k)`."""
 
-    def __init__(self, config: PlainConfig) -> None:
+    def __init__(self, config: PlainConfig, layer: int = 0) -> None:
         super().__init__()
         self.config = config
         d = config.hidden
         q_width = config.heads * config.head_dim
         kv_width = config.kv_heads * config.head_dim
-        self.q_proj = _projection(config, "q_proj", q_width, d)
-        self.k_proj = _projection(config, "k_proj", kv_width, d)
-        self.v_proj = _projection(config, "v_proj", kv_width, d)
-        self.o_proj = _projection(config, "o_proj", d, q_width)
+        self.q_proj = _projection(config, layer, "q_proj", q_width, d)
+        self.k_proj = _projection(config, layer, "k_proj", kv_width, d)
+        self.v_proj = _projection(config, layer, "v_proj", kv_width, d)
+        self.o_proj = _projection(config, layer, "o_proj", d, q_width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: Attention | None = None) -> Tensor:
         """[b, s, d] -> [b, s, d]; the softmax is in float32 or wider."""
         length = x.shape[1]
         head_dim = self.config.head_dim
         q, k, v = (
-            proj(x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            _apply(getattr(self, name), x, before and getattr(before, name))
+            .unflatten(-1, (-1, head_dim))
+            .transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
         )
         cos, sin = rope_tables(self.config, length)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -223,41 +294,43 @@ class Attention(nn.Module):
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(diagonal=1)
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1).to(v.dtype)
         mixed = torch.einsum("bhij,bhje->bhie", weights, v)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return _apply(self.o_proj, mixed.transpose(1, 2).flatten(2), before and before.o_proj)
 
 
 class MLP(nn.Module):
     """`down(SiLU(gate(x)) * up(x))` (swiglu) or `down(gate(x) * up(x))` (product)."""
 
-    def __init__(self, config: PlainConfig) -> None:
+    def __init__(self, config: PlainConfig, layer: int = 0) -> None:
         super().__init__()
-        self.swiglu = config.mlp == "swiglu"
-        self.gate_proj = _projection(config, "gate_proj", config.ffn, config.hidden)
-        self.up_proj = _projection(config, "up_proj", config.ffn, config.hidden)
-        self.down_proj = _projection(config, "down_proj", config.hidden, config.ffn)
+        self.swiglu = config.mlp == "swiglu" or not config.is_low_rank(layer)
+        self.gate_proj = _projection(config, layer, "gate_proj", config.ffn, config.hidden)
+        self.up_proj = _projection(config, layer, "up_proj", config.ffn, config.hidden)
+        self.down_proj = _projection(config, layer, "down_proj", config.hidden, config.ffn)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: MLP | None = None) -> Tensor:
         """[..., d] -> [..., d]."""
-        gate = self.gate_proj(x)
+        gate = _apply(self.gate_proj, x, before and before.gate_proj)
         if self.swiglu:
             gate = F.silu(gate)
-        return self.down_proj(gate * self.up_proj(x))
+        up = _apply(self.up_proj, x, before and before.up_proj)
+        return _apply(self.down_proj, gate * up, before and before.down_proj)
 
 
 class Block(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, config: PlainConfig) -> None:
+    def __init__(self, config: PlainConfig, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.self_attention = Attention(config)
+        self.self_attention = Attention(config, layer)
         self.pre_mlp_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, d] -> [b, s, d]."""
-        x = x + self.self_attention(self.input_layernorm(x))
-        return x + self.mlp(self.pre_mlp_layernorm(x))
+    def forward(self, x: Tensor, before: Block | None = None) -> Tensor:
+        """[b, s, d] -> [b, s, d]; `before` is the block whose latents cross over, with LaX."""
+        attention, mlp = (before.self_attention, before.mlp) if before else (None, None)
+        x = x + self.self_attention(self.input_layernorm(x), attention)
+        return x + self.mlp(self.pre_mlp_layernorm(x), mlp)
 
 
 class Embedding(nn.Module):
@@ -277,13 +350,16 @@ class Decoder(nn.Module):
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.config = config
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.final_layernorm = RMSNorm(config.hidden, config.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, d] -> [b, s, d]."""
+        before = None
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, before)
+            before = layer if self.config.lax else None
         return self.final_layernorm(x)
 
 
@@ -341,7 +417,9 @@ def random_canonical(
     tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) == 1:
+        if name.endswith("_bias"):
+            value = 0.1 * noise if fan_in else torch.zeros_like(noise)
+        elif len(shape) == 1:
             value = 1 + 0.1 * noise if fan_in else torch.ones_like(noise)
         elif fan_in:
             value = noise / math.sqrt(shape[1])

@@ -68,9 +68,13 @@ def test_a_btp_run_with_micro_batches_and_validation(tmp_path: Path) -> None:
     # validation and of test data, 2 iterations of 2 micro-batches.
     trained, evaluated = 2 * 2, 4 * 2 * 2
     assert values["layer_passes"] == LAYERS * (trained + evaluated)
-    assert values["border_forward_all_to_all_calls"] == 2 * (trained + evaluated)
-    assert values["border_backward_all_to_all_calls"] == 2 * trained
-    assert values["border_backward_all_to_all_mib"] == mib(2 * trained * TOKENS * HIDDEN / 2)
+    # The first border is the embedding's own reduce-scatter, along hidden; the last an all-to-all.
+    assert values["border_forward_reduce_scatter_calls"] == trained + evaluated
+    assert values["border_forward_all_to_all_calls"] == trained + evaluated
+    assert values["border_backward_all_gather_calls"] == trained
+    assert values["border_backward_all_to_all_calls"] == trained
+    assert values["border_backward_all_gather_mib"] == mib(trained * TOKENS * HIDDEN / 2)
+    assert values["border_backward_all_to_all_mib"] == mib(trained * TOKENS * HIDDEN / 2)
     assert values["parameters"] == COLA_PARAMETERS + 2 * VOCABULARY * HIDDEN
     assert 50 < values["peak_memory_mib"] < 10_000
 

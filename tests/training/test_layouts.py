@@ -20,6 +20,19 @@ COMMON = "--num-layers 4 --global-batch-size 8 --train-iters 5 --adam-eps 1e-5"
 COLA = "--low-rank-arch cola"
 VANILLA = "--low-rank-arch cola --low-rank-tp vanilla"
 DENSE = "--low-rank-arch dense"
+SVD = "--low-rank-arch svd"
+SVD_VANILLA = f"{SVD} --low-rank-tp vanilla"
+# LaX's norms, and full-rank layers between low-rank ones, are more sensitive: Adam would part two
+# runs by rounding alone within five steps.
+SGD = "--optimizer sgd --lr 0.05"
+LAX = f"--low-rank-arch lax {SGD}"
+LAX_ADAM = "--low-rank-arch lax --adam-eps 1e-2 --lr 1e-3"
+LAX_VANILLA = f"{LAX} --low-rank-tp vanilla"
+# The layers in the middle, so that low-rank ones begin and end within a stage.
+MIXED = f"{COLA} --low-rank-layers 1-2 {SGD}"
+LAX_MIXED = f"{LAX} --low-rank-layers 0-1"
+SINGLE_RANK = {VANILLA: COLA, SVD_VANILLA: SVD, LAX_VANILLA: LAX}
+"""What a strategy is compared with on one rank."""
 
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -27,6 +40,8 @@ INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAPS = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LATENT = "--low-rank-recompute"
+LATENT_ALL = f"{LATENT} --low-rank-recompute-residual --low-rank-recompute-shard"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 
 # bf16 rounds every token's loss at random: the mean of many tokens agrees. SGD's steps are as
@@ -62,19 +77,31 @@ LAYOUTS = [
     slow(VANILLA, f"{TP2} {INTERLEAVED}", 4, id="vanilla-tp2-interleaved"),
     slow(DENSE, f"{TP2} --sequence-parallel", 2, id="dense-tp2-sequence-parallel"),
     slow(DENSE, f"{TP2} {INTERLEAVED}", 4, id="dense-tp2-interleaved"),
+    slow(SVD, f"{TP2} {INTERLEAVED} {LATENT}", 4, id="svd-tp2-interleaved-latent"),
+    slow(SVD_VANILLA, f"{TP2} {PP2}", 4, id="svd-vanilla-tp2-pp2"),
+    slow(LAX, PP2, 2, id="lax-pp2"),
+    slow(LAX, f"{TP2} {PP2}", 4, id="lax-tp2-pp2"),
+    pytest.param(LAX, f"{TP2} {INTERLEAVED}", 4, id="lax-tp2-interleaved"),
+    slow(LAX_ADAM, f"{TP2} {OVERLAPS}", 4, id="lax-tp2-dp2-overlaps"),
+    slow(LAX_VANILLA, f"{TP2} {INTERLEAVED}", 4, id="lax-vanilla-tp2-interleaved"),
+    slow(MIXED, f"{TP2} {PP2}", 4, id="mixed-tp2-pp2"),
+    slow(LAX_MIXED, f"{TP2} {INTERLEAVED}", 4, id="lax-mixed-tp2-interleaved"),
 ]
 
 
 @pytest.mark.parametrize(("arch", "layout", "ranks"), LAYOUTS)
 def test_layouts_train_alike(arch: str, layout: str, ranks: int) -> None:
-    reference = trained(COLA if arch == VANILLA else arch)
+    reference = trained(SINGLE_RANK.get(arch, arch))
     results = trained(f"{arch} {layout}", ranks)
 
     assert len(losses(results)) == 5
     assert relative_difference(losses(results), losses(reference)) <= 2e-6
+    # LaX, SVD and mixed depth amplify the first step's rounding in the steps after it.
+    later = 2e-6 if arch in (COLA, VANILLA, DENSE) else 1e-5
     for rank in results:
-        norms = rank["exact_grad_norm"], reference[0]["exact_grad_norm"]
-        assert relative_difference(*norms) <= 2e-6
+        norms, expected = rank["exact_grad_norm"], reference[0]["exact_grad_norm"]
+        assert relative_difference(norms[:1], expected[:1]) <= 2e-6
+        assert relative_difference(norms, expected) <= later
     differences = weight_differences(whole_weights(results), whole_weights(reference))
     assert {name: d for name, d in differences.items() if not d <= 1e-5} == {}
 
@@ -86,6 +113,11 @@ def test_layouts_train_alike(arch: str, layout: str, ranks: int) -> None:
         pytest.param(COLA, TP2, 2, FULL, id="btp-tp2-full"),
         slow(COLA, TP2, 2, SELECTIVE, id="btp-tp2-selective"),
         slow(COLA, TP2, 2, FULL.replace("layers 1", "layers 3"), id="btp-tp2-full-by-three"),
+        slow(COLA, f"{TP2} {INTERLEAVED}", 4, LATENT, id="btp-tp2-interleaved-latent"),
+        slow(COLA, f"{TP2} {OVERLAPS}", 4, LATENT_ALL, id="btp-tp2-dp2-overlaps-latent-all"),
+        slow(LAX, f"{TP2} {INTERLEAVED}", 4, LATENT_ALL, id="lax-tp2-interleaved-latent-all"),
+        slow(LAX, f"{TP2} {PP2}", 4, FULL, id="lax-tp2-pp2-full"),
+        slow(LAX_VANILLA, f"{TP2} {PP2}", 4, FULL, id="lax-vanilla-tp2-pp2-full"),
         slow(VANILLA, TP2, 2, FULL, id="vanilla-tp2-full"),
         slow(DENSE, f"{TP2} --sequence-parallel", 2, FULL, id="dense-tp2-full"),
         slow(DENSE, f"{TP2} --sequence-parallel", 2, SELECTIVE, id="dense-tp2-selective"),
@@ -113,7 +145,7 @@ def test_recomputation_changes_nothing(arch: str, layout: str, ranks: int, recom
     ],
 )
 def test_bf16_trains_to_the_losses_of_one_rank(arch: str, layout: str, ranks: int) -> None:
-    single = COLA if arch == VANILLA else arch
+    single = SINGLE_RANK.get(arch, arch)
     results = losses(trained(f"{arch} {layout} {BF16} --bf16", ranks))
 
     assert relative_difference(results, losses(trained(f"{single} {BF16} --bf16"))) <= 2e-4
@@ -121,7 +153,36 @@ def test_bf16_trains_to_the_losses_of_one_rank(arch: str, layout: str, ranks: in
 
 
 @pytest.mark.slow
+def test_lax_in_bf16_trains_to_the_losses_of_fp32() -> None:
+    """Its norms amplify rounding: one rank in bf16 is 1.2e-3 away from one in fp32."""
+    results = losses(trained(f"{LAX} {TP2} {INTERLEAVED} {LATENT} {BF16} --bf16", 4))
+
+    assert relative_difference(results, losses(trained(f"{LAX} {BF16}"))) <= 2e-3
+
+
+@pytest.mark.slow
 def test_bf16_with_the_distributed_optimizer_and_overlaps_trains_to_the_losses_without() -> None:
     results = trained(f"{COLA} {TP2} {OVERLAPS} --bf16", 4)
 
     assert relative_difference(losses(results), losses(trained(f"{COLA} {TP2} --bf16", 2))) <= 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "layout", "ranks"),
+    [
+        pytest.param(COLA, "", 1, id="btp-tp1"),
+        pytest.param(COLA, TP2, 2, id="btp-tp2"),
+        pytest.param(LAX, f"{TP2} {PP2} {LATENT}", 4, id="lax-tp2-pp2-latent"),
+        pytest.param(VANILLA, TP2, 2, id="vanilla-tp2"),
+    ],
+)
+def test_fp16_with_loss_scaling_trains_to_the_losses_of_fp32(
+    arch: str, layout: str, ranks: int
+) -> None:
+    """A scale that makes gradients overflow at first would skip steps, and the curves part."""
+    single = SINGLE_RANK.get(arch, arch)
+    fp16 = "--fp16 --initial-loss-scale 1024"
+    results = losses(trained(f"{arch} {layout} {BF16} {fp16}", ranks))
+
+    assert relative_difference(results, losses(trained(f"{single} {BF16}"))) <= 5e-4

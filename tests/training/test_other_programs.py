@@ -15,9 +15,12 @@ import pytest
 from tests.support.distributed import run_ranks
 from tests.support.runs import DATA, MODEL, TRAINING, losses, relative_difference
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "tests" / "support" / "plain_pretrain_gpt.py"
 TP2 = "--tensor-model-parallel-size 2"
+TP2_PP2 = f"{TP2} --pipeline-model-parallel-size 2"
 SPEC = "--spec boost_layers.specs gpt_spec --hidden-dropout 0 --attention-dropout 0"
 
 
@@ -70,16 +73,16 @@ def collectives(rank: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
+    ("settings", "layout", "ranks"),
     [
-        pytest.param(TP2, 2, id="tp2", marks=pytest.mark.slow),
-        pytest.param(
-            f"{TP2} --pipeline-model-parallel-size 2", 4, id="tp2-pp2", marks=pytest.mark.slow
-        ),
+        pytest.param("arch=cola,ratio=0.25", TP2, 2, id="tp2"),
+        pytest.param("arch=cola,ratio=0.25", TP2_PP2, 4, id="tp2-pp2"),
+        pytest.param("arch=lax,ratio=0.25", TP2_PP2, 4, id="lax-tp2-pp2"),
     ],
 )
-def test_an_unmodified_script_trains_our_layers_by_its_spec(layout: str, ranks: int) -> None:
-    settings = "arch=cola,ratio=0.25"
+def test_an_unmodified_script_trains_our_layers_by_its_spec(
+    settings: str, layout: str, ranks: int
+) -> None:
     results = run_ranks(train_script, ranks, f"{SPEC} {layout}", settings, init_process_group=False)
 
     trained = losses(results)
@@ -93,7 +96,6 @@ def test_an_unmodified_script_trains_our_layers_by_its_spec(layout: str, ranks: 
         assert collectives(rank) == {("forward", "all_reduce"): 4, ("backward", "all_reduce"): 4}
 
 
-@pytest.mark.slow
 def test_the_layers_of_a_spec_follow_megatrons_seed_and_the_environments_settings() -> None:
     """As many runs as settings, of one rank each."""
     first, other_seed, same, vanilla = (
@@ -126,7 +128,6 @@ def run_example(ranks: int) -> str:
     return run.stdout
 
 
-@pytest.mark.slow
 def test_the_plain_program_trains() -> None:
     source = (REPOSITORY / "examples" / "plain_gpt_model.py").read_text()
     assert len(source.splitlines()) < 80

@@ -201,13 +201,13 @@ def norms_without_attributes() -> AbstractContextManager[None]:
 
 @contextmanager
 def megatrons_own_vocabulary() -> Iterator[None]:
-    with mock.patch("boost_layers.vocabulary.initialize_vocabulary"):
+    with mock.patch("boost_layers.specs.initialize_vocabulary"):
         yield
 
 
 @contextmanager
 def padded_tokens_unmasked() -> Iterator[None]:
-    with mock.patch("boost_layers.vocabulary.mask_padded_vocabulary"):
+    with mock.patch("boost_layers.specs.mask_padded_vocabulary"):
         yield
 
 
@@ -260,21 +260,14 @@ def every_chunk_converts() -> Iterator[None]:
     """The first layer of every pipeline stage changes the residual stream's layout, instead of the
     model's first."""
     from boost_layers.layer import LowRankLayer
-    from boost_layers.projection import BtpProjections
 
-    build, enter = LowRankLayer.__init__, BtpProjections.enter
+    build = LowRankLayer.__init__
 
     def marking(layer: Any, *args: Any, layer_number: int = 1, **kwargs: Any) -> None:
         build(layer, *args, layer_number=layer_number, **kwargs)
-        layer.projections.first_of_its_stage = layer_number == 1
+        layer.enters_by_sequence = layer_number == 1
 
-    def eager(projections: Any, x: Any, *, first: bool) -> Any:
-        return enter(projections, x, first=projections.first_of_its_stage)
-
-    with (
-        mock.patch.object(LowRankLayer, "__init__", marking),
-        mock.patch.object(BtpProjections, "enter", eager),
-    ):
+    with mock.patch.object(LowRankLayer, "__init__", marking):
         yield
 
 

@@ -80,6 +80,18 @@ def test_a_btp_layer_keeps_exactly_this(low_rank: LowRankConfig, kv_heads: int) 
     assert sum(t.untyped_storage().nbytes() for t in tensors) == 4 * sum(numbers.values())
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("residual", [False, True], ids=["kept", "made again"])
+def test_latent_checkpointing_keeps_latents_residual_inputs_and_rho(
+    residual: bool, kv_heads: int
+) -> None:
+    low_rank = replace(BTP, recompute=True, recompute_residual=residual)
+    tensors = kept(layer(low_rank, kv_heads), *inputs())
+    n = S * B
+    numbers = (1 if residual else 2) * n * D + 7 * n * R + 2 * n
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == 4 * numbers
+
+
 def test_the_activated_latent_is_not_kept() -> None:
     tensors = kept(layer(BTP, 8), *inputs())
     latents = [t for t in tensors if t.shape[-1] in (R, 2 * R, 3 * R)]

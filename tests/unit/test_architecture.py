@@ -14,11 +14,12 @@ FLOORS = [{"boost_layers"}, {"megatron.boost"}, {"pretrain_gpt", "tools", "bench
 # Floors within boost_layers, lowest first. A new module is placed on one before it can be used;
 # "__init__" is the package itself, which only those outside may import from.
 LAYER_FLOORS = [
-    {"communication", "config", "ops", "rules"},
+    {"communication", "config", "initialization", "ops", "rules"},
     {"transformer_features"},
-    {"initialization", "mappings", "validation"},
-    {"checkpoint", "latent", "parameters", "recompute", "vocabulary"},
-    {"norm"},
+    {"mappings", "validation"},
+    {"embedding", "kept", "parameters", "vocabulary"},
+    {"latent", "norm"},
+    {"carry", "recompute"},
     {"projection"},
     {"attention", "mlp"},
     {"layer"},

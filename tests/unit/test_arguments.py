@@ -247,7 +247,7 @@ WORDS = [
         f"{COLA} --lax-gate tensor",
         "--lax-gate: has no effect without a latent crossing (--low-rank-arch cola)",
         "--low-rank-arch lax",
-        None,
+        "--low-rank-arch lax --lax-gate tensor",
     ),
     Refusal(f"{VANILLA} --sequence-parallel", "--sequence-parallel: ", "leave it out", VANILLA, 2),
     Refusal(
@@ -305,7 +305,6 @@ FEATURES = {
     "--context-parallel-size 2": "--context-parallel-size 1",
     "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 0",
     "--cuda-graph-impl local": "--cuda-graph-impl none",
-    "--fp16": "--bf16",
     "--fp8-format hybrid": "--bf16",
     "--glu-linear-offset 1": "--glu-linear-offset 0",
     "--hybrid-layer-pattern M*": "",
@@ -587,7 +586,7 @@ def test_the_script_refuses_in_one_line_with_exit_code_2() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (f"{COLA} --fp16", "--fp16: not supported by --low-rank-arch cola;"),
+        (f"{COLA} --qk-layernorm", "--qk-layernorm: not supported by --low-rank-arch cola;"),
         (
             "--spec tests.support.broken_spec gpt_spec",
             "--spec tests.support.broken_spec gpt_spec: cannot be imported: ModuleNotFoundError",

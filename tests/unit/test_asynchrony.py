@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost_layers import communication
-from boost_layers.projection import btp, full_rank, vanilla
+from boost_layers.latent import Latent
+from boost_layers.projection import column_up, full_rank, row_down, vanilla
 from tests.support.single_layer import ONE_RANK
 
 TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
@@ -78,7 +79,7 @@ S, B, IN, R, OUT = 3, 2, 5, 4, 6
 
 
 def up(group: Any, latent: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    return btp.up(latent, weights, "silu", group)
+    return column_up.up(Latent(latent, (R, R), "silu"), weights, group)
 
 
 def column_down(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -135,8 +136,8 @@ def test_the_latents_gradient_through_down_and_up() -> None:
     y, residual = normal(S, B, IN), normal(S, B, OUT)
     a, b = normal(R, IN), normal(OUT, R)
     with fake_network() as network:
-        u = btp.down(y, a, TWO_RANKS)
-        (x,) = btp.up(u, [b], "silu", TWO_RANKS, residual=residual)
+        u = row_down.down(y, a, TWO_RANKS)
+        (x,) = column_up.up(Latent(u, (R,), "silu"), [b], TWO_RANKS, residual=residual)
         x.sum().backward()
     assert network.events == ["all-reduce", "start", "wait"]
 

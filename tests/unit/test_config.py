@@ -108,3 +108,66 @@ def test_every_field_but_the_seed_is_a_flag() -> None:
     flags = [flag_of(field.name) for field in fields(LowRankConfig) if field.name != "seed"]
     assert len(set(flags)) == len(flags) == len(fields(LowRankConfig)) - 1
     assert all(flag.startswith("--") for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arch": "cola", "lax_gate": "linear"}, "--lax-gate linear: .*--low-rank-arch lax$"),
+        ({"arch": "svd", "lax_base": "svd"}, "--lax-base svd: .*--low-rank-arch lax$"),
+        ({"arch": "dense", "lax_norm": "none"}, "--lax-norm none: .*--low-rank-arch lax$"),
+        ({"arch": "cola", "ranks": "q=0"}, "--low-rank-ranks q=0: .*nearest legal value: q=1$"),
+        ({"arch": "cola", "ranks": "q=x"}, "--low-rank-ranks q=x: .*nearest legal value: q=1$"),
+        ({"arch": "cola", "ranks": "q=1,q=2"}, "--low-rank-ranks q=1,q=2: q takes one rank"),
+        ({"arch": "cola", "ranks": "qkv=8"}, "'qkv' is no projection; legal names: q, k, v, o,"),
+        ({"arch": "cola", "ranks": ""}, "'' is no projection"),
+        ({"arch": "cola", "layers": "3"}, "--low-rank-layers 3: is A-B.*nearest legal value: 0-0$"),
+        ({"arch": "cola", "layers": "3-2"}, "--low-rank-layers 3-2: is A-B"),
+    ],
+)
+def test_refuses_settings_of_layers_and_latents(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LowRankConfig(**settings)
+
+
+def test_a_rank_table_wins_over_every_other_rank() -> None:
+    low_rank = LowRankConfig(arch="cola", rank=7, attn_rank=3, ranks="k=5;down=9")
+    ranks = {name: low_rank.rank_of(name, 100) for name in PROJECTIONS}
+    assert ranks == {
+        "q_proj": 3,
+        "k_proj": 5,
+        "v_proj": 3,
+        "o_proj": 3,
+        "gate_proj": 7,
+        "up_proj": 7,
+        "down_proj": 9,
+    }
+    assert [low_rank.rank_flag(n) for n in ("k_proj", "q_proj", "up_proj")] == [
+        "--low-rank-ranks",
+        "--low-rank-attn-rank",
+        "--low-rank-rank",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "activation", "mlp"),
+    [
+        ({"arch": "svd"}, "identity", "swiglu"),
+        ({"arch": "lax"}, "silu", "product"),
+        ({"arch": "lax", "lax_base": "svd"}, "identity", "swiglu"),
+        ({"arch": "lax", "act": "gelu", "mlp": "swiglu"}, "gelu", "swiglu"),
+    ],
+)
+def test_auto_follows_the_architecture(settings: dict[str, Any], activation: str, mlp: str) -> None:
+    low_rank = LowRankConfig(**settings)
+    assert (low_rank.activation, low_rank.mlp_kind) == (activation, mlp)
+
+
+def test_mixed_depth_is_dense_outside_its_layers() -> None:
+    low_rank = LowRankConfig(arch="lax", lax_gate="linear", recompute=True, layers="1-2", seed=5)
+    archs = [low_rank.of_layer(index).arch for index in range(5)]
+    assert archs == ["dense", "lax", "lax", "dense", "dense"]
+    assert (low_rank.first_layer, low_rank.last_layer) == (1, 2)
+    dense = low_rank.of_layer(0)
+    assert (dense.mlp_kind, dense.hidden_sharded, dense.seed) == ("swiglu", False, 5)
+    assert low_rank.of_layer(1) is low_rank

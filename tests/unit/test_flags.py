@@ -20,12 +20,21 @@ REPOSITORY = Path(__file__).parents[2]
 # Rows of the interface's table: the default and, where the value is one of a few, the choices.
 INTERFACE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "--device": ("auto", ("auto", "cuda", "cpu")),
-    "--low-rank-arch": ("none", ("none", "dense", "cola")),
+    "--low-rank-arch": ("none", ("none", "dense", "cola", "svd", "lax")),
     "--low-rank-tp": ("btp", ("btp", "vanilla")),
     "--low-rank-ratio": (0.25, ()),
     "--low-rank-rank": (None, ()),
     "--low-rank-attn-rank": (None, ()),
     "--low-rank-mlp-rank": (None, ()),
+    "--low-rank-ranks": (None, ()),
+    "--low-rank-layers": (None, ()),
+    "--lax-base": ("cola", ("cola", "svd")),
+    "--lax-gate": ("tensor", ("identity", "linear", "tensor")),
+    "--lax-norm": ("layernorm", ("none", "layernorm", "rmsnorm")),
+    "--low-rank-recompute": (False, ()),
+    # Beyond the interface: options of the one above.
+    "--low-rank-recompute-residual": (False, ()),
+    "--low-rank-recompute-shard": (False, ()),
     "--low-rank-act": ("auto", ("auto", "silu", "gelu", "identity")),
     "--low-rank-mlp": ("auto", ("auto", "swiglu", "product")),
     "--low-rank-norm": ("online", ("online", "sync")),
@@ -37,12 +46,6 @@ INTERFACE: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 # They come with the issues that build them: a flag is never accepted and ignored.
 LATER = (
-    "--low-rank-recompute",
-    "--lax-base",
-    "--lax-gate",
-    "--lax-norm",
-    "--low-rank-ranks",
-    "--low-rank-layers",
     "--low-rank-act-anneal",
     "--low-rank-overlap",
 )
@@ -72,6 +75,16 @@ def test_without_flags_a_config_has_its_defaults(cls: type) -> None:
 @pytest.mark.parametrize("cls", [LowRankConfig, LaunchConfig])
 def test_every_field_is_set_by_its_flag_alone(cls: type) -> None:
     others = {"rank": 7, "attn_rank": 7, "mlp_rank": 7, "ratio": 0.5, "comm_report": "file.json"}
+    others |= {"ranks": "q=7,down=9", "layers": "1-2"}
+    # Settings that mean nothing alone are refused without what they belong to.
+    needs = {
+        "lax_base": {"low_rank_arch": "lax"},
+        "lax_gate": {"low_rank_arch": "lax"},
+        "lax_norm": {"low_rank_arch": "lax"},
+        "recompute": {"low_rank_arch": "cola"},
+        "recompute_residual": {"low_rank_arch": "cola", "low_rank_recompute": True},
+        "recompute_shard": {"low_rank_arch": "cola", "low_rank_recompute": True},
+    }
     for flag in flags_of(cls):
         value: Any
         if flag.kind is bool:
@@ -79,8 +92,11 @@ def test_every_field_is_set_by_its_flag_alone(cls: type) -> None:
         else:
             value = others.get(flag.field) or flag.choices[-1]
             words = [flag.name, str(value)]
-        config = config_from(parser().parse_args(words), cls)
-        assert dataclasses.asdict(config) == {**dataclasses.asdict(cls()), flag.field: value}
+        arguments, without = parser().parse_args(words), parser().parse_args([])
+        for needed in (arguments, without):
+            vars(needed).update(needs.get(flag.field, {}))
+        config, default = config_from(arguments, cls), config_from(without, cls)
+        assert dataclasses.asdict(config) == {**dataclasses.asdict(default), flag.field: value}
 
 
 def test_a_default_typed_out_is_the_default() -> None:

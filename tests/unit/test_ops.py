@@ -83,14 +83,14 @@ def test_sum_of_squares(n: int, k: int) -> None:
 def test_normalise_latent(n: int, w: int) -> None:
     h, s = normal(n, w), normal(n, 1).square() * 9
     given = h.clone()
-    u, rho = ops.normalise_latent(given, s, 9, 1e-5)
+    u, rho = ops.normalise_latent(given, s, 9, 1e-5, given.dtype)
     assert u.data_ptr() == given.data_ptr(), "documented to work in place"
     assert_close(u, h / (s / 9 + 1e-5).sqrt())
     assert_close(rho, (s / 9 + 1e-5).sqrt())
 
 
 def test_normalise_latent_of_a_silent_token_is_finite() -> None:
-    u, rho = ops.normalise_latent(torch.zeros(1, 4), torch.zeros(1, 1), 8, 1e-6)
+    u, rho = ops.normalise_latent(torch.zeros(1, 4), torch.zeros(1, 1), 8, 1e-6, torch.float32)
     assert torch.equal(u, torch.zeros(1, 4))
     assert_close(rho, torch.tensor([[1e-3]]), 1e-7)
 
@@ -98,7 +98,7 @@ def test_normalise_latent_of_a_silent_token_is_finite() -> None:
 def test_normalise_latent_in_bf16_divides_in_fp32_and_rounds_once() -> None:
     h, s = normal(40, 33, dtype=torch.bfloat16), normal(40, 1, dtype=torch.float32).square() * 50
     exact = h.double() / (s.double() / 50 + 1e-5).sqrt()
-    u, rho = ops.normalise_latent(h.clone(), s, 50, 1e-5)
+    u, rho = ops.normalise_latent(h.clone(), s, 50, 1e-5, h.dtype)
     assert rho.dtype == torch.float32
     assert_close(rho.double(), (s.double() / 50 + 1e-5).sqrt(), 3e-7)
     assert_rounded_once(u, exact)

@@ -126,7 +126,8 @@ def test_the_norm_keeps_what_a_bf16_message_would_round() -> None:
     """Two sums that bf16 cannot tell apart give different ρ."""
     s = torch.tensor([[1000.0], [1000.5]])
     assert s.bfloat16().unique().numel() == 1
-    _, rho = ops.normalise_latent(torch.ones(2, 1).bfloat16(), decoded(s).view(2, 1), 64, 1e-5)
+    h = torch.ones(2, 1).bfloat16()
+    _, rho = ops.normalise_latent(h, decoded(s).view(2, 1), 64, 1e-5, h.dtype)
     assert rho[0] != rho[1]
 
 

@@ -238,7 +238,6 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"attention_output_gate": True}, "--attention-output-gate"),
     ({"no_rope_freq": 4}, "--no-rope-freq"),
     ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-    ({"fp16": True}, "--fp16"),
     ({"fp8": "e4m3"}, "--fp8-format"),
     ({"fp4": "e2m1"}, "--fp4-format"),
     ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
@@ -292,6 +291,14 @@ def test_the_same_model_without_any_of_them_is_accepted() -> None:
     validate_model(DENSE, transformer())
     validate_model(DENSE, transformer(sequence_parallel=False))
     validate_model(BTP, transformer(sequence_parallel=False, tensor_model_parallel_size=1))
+
+
+def test_latents_that_cross_over_are_not_distributed_over_ranks() -> None:
+    lax = LowRankConfig(arch="lax", rank=16, tp="vanilla")
+    distributed = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    validate_features(VANILLA, transformer(sequence_parallel=False, **distributed))
+    with pytest.raises(ValueError, match="^--distribute-saved-activations: not supported by"):
+        validate_features(lax, transformer(sequence_parallel=False, **distributed))
 
 
 def test_vanilla_refuses_sequence_parallelism() -> None:

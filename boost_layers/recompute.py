@@ -1,0 +1,126 @@
+"""Activation checkpointing at the latents (paper section on communication-free recomputation).
+
+What lies between two all-reduces, from a reduced latent to the next down-projection's partial sums,
+is one Function. It keeps the latent alone; backward computes the up-projections and what follows
+them again. The re-forward starts from what is reduced already and ends before the next all-reduce,
+so it communicates nothing, and it stops before the down-projection, whose result nobody needs.
+
+(`torch.utils.checkpoint` would compute that down-projection again: its early stop does not see into
+a custom Function.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost_layers import communication
+from boost_layers.communication import LEDGER
+from boost_layers.kept import KeptTokens
+from boost_layers.latent import Latent, LatentDescription
+
+Between = Callable[[Sequence[Latent], Sequence[Tensor]], Tensor]
+"""Latents and the up-projections' weights → this rank's input of the down-projection."""
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Segment(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        between: Between,
+        descriptions: Sequence[LatentDescription],
+        kept: Sequence[KeptTokens | None],
+        opens_layer: bool,
+        group: dist.ProcessGroup,
+        a: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        latents, weights = _latents_and_weights(descriptions, tensors)
+        y = between(latents, weights)
+        u = torch.mm(_tokens(y), a.t())
+        communication.all_reduce(u, group, communication.current_phase())
+        ctx.between, ctx.descriptions, ctx.opens_layer = between, descriptions, opens_layer
+        ctx.shape = y.shape[:-1]
+        ctx.kept = [each.add_consumer() if each is not None else None for each in kept]
+        saved = list(tensors)
+        for i, each in enumerate(kept):
+            if each is not None:
+                saved[3 * i] = None
+        ctx.save_for_backward(a, *saved)
+        return u.view(*y.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
+        if ctx.opens_layer:
+            LEDGER.layer_passes["recompute"] += 1
+        a, *saved = ctx.saved_tensors
+        for i, each in enumerate(ctx.kept):
+            if each is not None:
+                saved[3 * i] = each.whole().view(*ctx.shape, -1)
+        needed = ctx.needs_input_grad[-len(saved) :]
+        leaves = [
+            t if t is None else t.detach().requires_grad_(wanted)
+            for t, wanted in zip(saved, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            y = ctx.between(*_latents_and_weights(ctx.descriptions, leaves))
+        du = _tokens(du)
+        dy = torch.mm(du, a).view(y.shape)
+        da = torch.mm(du.t(), _tokens(y.detach()))
+        wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
+        found = iter(torch.autograd.grad(y, wanted_leaves, dy))
+        grads = [next(found) if wanted else None for wanted in needed]
+        return None, None, None, None, None, da, *grads
+
+
+def _latents_and_weights(
+    descriptions: Sequence[LatentDescription], tensors: Sequence[Tensor | None]
+) -> tuple[list[Latent], Sequence[Any]]:
+    """Three tensors for each latent, then the weights."""
+    latents = []
+    for i, description in enumerate(descriptions):
+        value, norm_weight, norm_bias = tensors[3 * i : 3 * i + 3]
+        assert value is not None
+        latents.append(description.with_tensors(value, norm_weight, norm_bias))
+    return latents, tensors[3 * len(descriptions) :]
+
+
+def segment(
+    between: Between,
+    latents: Sequence[Latent],
+    weights: Sequence[Tensor],
+    a: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    opens_layer: bool,
+) -> Tensor:
+    """From latents to the next latent, keeping the former only: u = Σ_ranks y·Aᵀ with
+    y = between(latents, weights).
+
+    Args:
+        between: must be a function of its arguments alone, without randomness and collectives in
+            its forward; autograd differentiates it.
+        latents: reduced, `[s, b, Σ r_i]` each.
+        weights: of the up-projections in `between`.
+        a: A of the down-projection, `[r, k/T]`.
+        group: the tensor-parallel group.
+        opens_layer: whether this is a layer's first segment, for the ledger's count of passes.
+
+    Returns:
+        u, `[s, b, r]`, replicated.
+
+    Forward: one all-reduce of `[n, r]`. Backward: `between` again, without a collective; dy = du·A
+    and dA = duᵀ·y, no collective; then the backward of `between` with its own collectives.
+    """
+    tensors = [tensor for latent in latents for tensor in latent.tensors]
+    descriptions = [latent.description for latent in latents]
+    kept = [latent.kept for latent in latents]
+    return _Segment.apply(between, descriptions, kept, opens_layer, group, a, *tensors, *weights)
