@@ -170,7 +170,10 @@ TRANSFORMER_FIELDS: dict[str, Rule] = rules(
         "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult "
         "mup_base_head_dim mup_attn_scale_power",
     ),
-    (refused("weights are drawn where they stay"), "init_model_with_meta_device"),
+    (
+        honoured("parameters on the meta device, for shapes and memory without a run"),
+        "init_model_with_meta_device",
+    ),
     (
         MTP,
         "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads "

@@ -23,7 +23,7 @@ from boost_layers.validation import ModelSizes, nearest_multiple, validate_sizes
 from megatron.boost.flags import (
     add_flags,
     config_from,
-    given,
+    is_given,
     make_help_printable,
     refuse_in_one_line,
 )
@@ -93,7 +93,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: for settings or sizes that cannot be run, by flag, value and nearest legal one.
     """
-    if given(argv, "--yaml-cfg"):
+    if is_given(argv, "--yaml-cfg"):
         raise ValueError(
             "--yaml-cfg: Megatron ignores all other flags beside it, ours included; "
             "nearest legal value: leave it out and pass flags"
@@ -114,7 +114,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         ("--hidden-dropout", arguments.hidden_dropout),
         ("--attention-dropout", arguments.attention_dropout),
     ):
-        if not given(argv, flag):
+        if not is_given(argv, flag):
             added += [flag, "0.0"]
         elif value > 0:
             raise ValueError(
@@ -138,7 +138,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         added.append("--dist-ckpt-optim-fully-reshardable")
     if arguments.transformer_impl != "local" and not _transformer_engine_there():
         for flag in ("--no-rope-fusion", "--no-gradient-accumulation-fusion"):
-            if not given(argv, flag):
+            if not is_given(argv, flag):
                 added.append(flag)
         said.append("fusions of Transformer Engine: off, it is not installed")
     refuse_unsupported(parser, arguments, argv, low_rank.arch)

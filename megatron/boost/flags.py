@@ -79,9 +79,9 @@ def config_from(arguments: Namespace, cls: type, **more: Any) -> Any:
     return cls(**values, **more)
 
 
-def given(argv: Sequence[str], flag: str) -> bool:
-    """Whether a command line has `flag`, as `--flag …` or `--flag=…`."""
-    return any(argument.partition("=")[0] == flag for argument in argv)
+def is_given(argv: Sequence[str], flag: str) -> bool:
+    """Whether the command line `argv` has `flag`, as `--flag value` or `--flag=value`."""
+    return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
 
 
 def refuse_in_one_line(parser: ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from boost_layers.transformer_features import (
     TP_OVERLAP,
     TRANSFORMER_FIELDS,
 )
-from megatron.boost.flags import given
+from megatron.boost.flags import is_given
 
 _OTHER_PROGRAM = "read by other programs than GPT pre-training, whose parser is the same"
 
@@ -178,6 +178,7 @@ FLAGS: dict[str, Rule] = rules(
         ),
         "init_method_xavier_uniform",
     ),
+    (refused("weights are drawn where they stay"), "init_model_with_meta_device"),
     # checkpointing
     (
         apart("checkpoints, which know the layers by canonical names"),
@@ -392,7 +393,7 @@ def refuse_unsupported(
     for group, actions in megatron_actions(parser).items():
         for action in actions:
             rule = rule_of(action.dest, group)
-            typed = [option for option in action.option_strings if given(argv, option)]
+            typed = [option for option in action.option_strings if is_given(argv, option)]
             value = _value(action.dest, arguments, argv)
             if group.endswith("(BOOST)") or rule.outcome != "refused":
                 continue
@@ -407,7 +408,7 @@ def refuse_unsupported(
 def _value(destination: str, arguments: Namespace, argv: Sequence[str]) -> Any:
     """A flag's value as Megatron will have it, where that is not what its parser makes of it."""
     if destination in ("hidden_dropout", "attention_dropout"):
-        if not given(argv, "--" + destination.replace("_", "-")):
+        if not is_given(argv, "--" + destination.replace("_", "-")):
             return 0.0
     if destination == "position_embedding_type" and arguments.use_rotary_position_embeddings:
         return "rope"

@@ -283,6 +283,7 @@ FEATURES = {
     "--batch-invariant-mode": "",
     "--checkpoint-activations": "--recompute-activations",
     "--delay-wgrad-compute": "",
+    "--init-model-with-meta-device": "",
     "--fine-grained-activation-offloading": "",
     "--log-max-attention-logit": "",
     "--log-progress": "",
