@@ -29,6 +29,7 @@ check: $(installed) ## format, lint and types
 
 bench: $(installed) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
+	@$(python) benchmarks/memory.py
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=/path/to/python] [VENV=folder]"

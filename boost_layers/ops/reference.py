@@ -6,7 +6,7 @@ the whole hidden size. Statistics are kept in fp32 whatever the input (fp64 for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -165,12 +165,8 @@ def activate_latent(
     """
     if norm == "none":
         return apply_activation(w, activation)
-    standard, _ = _standardise(w, ranks, norm)
-    assert weight is not None
-    v = standard.mul_(weight)
-    if bias is not None:
-        v = v.add_(bias)
-    return apply_activation(v.to(w.dtype), activation)
+    v = [member for member, *_ in _normed_members(w, ranks, norm, weight, bias)]
+    return apply_activation(torch.cat(v, dim=1), activation)
 
 
 def activate_latent_backward(
@@ -187,41 +183,46 @@ def activate_latent_backward(
     rmsnorm."""
     if norm == "none":
         return apply_activation_backward(dz, w, activation), None, None
-    standard, inverse = _standardise(w, ranks, norm)
-    assert weight is not None
-    v = (
-        standard * weight
-        if bias is None
-        else torch.addcmul(bias.to(standard.dtype), standard, weight)
-    )
-    dv = apply_activation_backward(dz, v.to(w.dtype), activation).to(standard.dtype)
-    dweight = (dv * standard).sum(dim=0).to(weight.dtype)
-    dbias = None if bias is None else dv.sum(dim=0).to(bias.dtype)
-    parts = []
-    for g, unit, scale in zip(
-        (dv * weight).split(list(ranks), dim=1),
-        standard.split(list(ranks), dim=1),
-        inverse,
-        strict=True,
+    members = _normed_members(w, ranks, norm, weight, bias)
+    v = torch.cat([member for member, *_ in members], dim=1)
+    dv = apply_activation_backward(dz, v, activation)
+    grads = []
+    for dmember, (_, x, gamma, beta, *statistics) in zip(
+        dv.split(list(ranks), dim=1), members, strict=True
     ):
-        dw = torch.addcmul(g, unit, (g * unit).mean(dim=1, keepdim=True), value=-1)
         if norm == "layernorm":
-            dw = dw.sub_(g.mean(dim=1, keepdim=True))
-        parts.append(dw.mul_(scale))
-    return torch.cat(parts, dim=1).to(w.dtype), dweight, dbias
+            grads.append(
+                torch.ops.aten.native_layer_norm_backward(
+                    dmember.contiguous(), x, [x.shape[1]], *statistics, gamma, beta, [True] * 3
+                )
+            )
+        else:
+            grads.append((*rms_norm_backward(dmember, x, gamma, *statistics), None))
+    dw, dweight, dbias = zip(*grads, strict=True)
+    return (
+        torch.cat(dw, dim=1),
+        torch.cat(dweight),
+        torch.cat(dbias) if norm == "layernorm" else None,
+    )
 
 
-def _standardise(w: Tensor, ranks: Sequence[int], norm: str) -> tuple[Tensor, list[Tensor]]:
-    """ŵ `[n, Σ r_i]` in fp32 and each member's 1/σ `[n, 1]`."""
-    wide = w.to(_statistics_dtype(w.dtype))
-    parts, inverse = [], []
-    for member in wide.split(list(ranks), dim=1):
+def _normed_members(
+    w: Tensor, ranks: Sequence[int], norm: str, weight: Tensor | None, bias: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Of each member: Norm(w_i), w_i itself `[n, r_i]`, contiguous, its γ and β, and the statistics
+    that its backward needs."""
+    assert weight is not None
+    widths = list(ranks)
+    betas = [None] * len(widths) if bias is None else bias.split(widths)
+    found: list[tuple[Any, ...]] = []
+    for x, gamma, beta in zip(w.split(widths, dim=1), weight.split(widths), betas, strict=True):
+        x = x.contiguous()
         if norm == "layernorm":
-            member = member - member.mean(dim=1, keepdim=True)
-        scale = (member.square().mean(dim=1, keepdim=True) + LATENT_NORM_EPS).rsqrt_()
-        parts.append(member * scale)
-        inverse.append(scale)
-    return torch.cat(parts, dim=1), inverse
+            v, *statistics = torch.native_layer_norm(x, [x.shape[1]], gamma, beta, LATENT_NORM_EPS)
+        else:
+            v, *statistics = rms_norm(x, gamma, LATENT_NORM_EPS)
+        found.append((v, x, gamma, beta, *statistics))
+    return found
 
 
 def apply_gate(z: Tensor, gate: str, weights: Sequence[Tensor]) -> Tensor:

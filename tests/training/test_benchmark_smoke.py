@@ -1,4 +1,4 @@
-"""`benchmarks/iteration.py` runs and gives its keys. No time is judged here."""
+"""The benchmarks run and give their keys. No time is judged here."""
 
 import json
 import subprocess
@@ -11,9 +11,9 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, script: str = "iteration") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "benchmarks/iteration.py", *arguments],
+        [sys.executable, f"benchmarks/{script}.py", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -42,6 +42,32 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     (steps,) = tmp_path.glob("iteration-*.csv")
     assert len(steps.read_text().splitlines()) == 1 + 2 * 9
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
+    """A tiny layer's tensors, with up to 32 KiB of Python's own objects beside them."""
+    done = run("--quick", "--json", str(tmp_path / "result.json"), script="memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    n, d, r = 2 * 32, 64, 16
+    for key, numbers in (
+        ("btp_latent", 2 * n * d / 2 + 7 * n * r + 2 * n),
+        ("btp_latent_residual", n * d / 2 + 7 * n * r + 2 * n),
+        ("btp_latent_residual_shard", n * d / 2 + 7 * n * r / 2 + 2 * n),
+    ):
+        kib = result[f"{key}_kept_mib_per_layer"] * 1024
+        assert numbers * 4 / 1024 <= kib <= numbers * 4 / 1024 + 32, key
+    kept = {
+        key: result[f"{key}_kept_mib_per_layer"] for key in ("btp_latent", "btp_latent_residual")
+    }
+    saved_kib = (kept["btp_latent"] - kept["btp_latent_residual"]) * 1024
+    assert 0 < saved_kib <= n * d / 2 * 4 / 1024
+    assert result["btp_kept_mib_per_layer"] > 2 * kept["btp_latent"]
+    assert result["btp_latent_recompute_collective_calls_per_layer"] == 0
+    assert result["btp_latent_shard_recompute_collective_calls_per_layer"] == 4
+    assert result["btp_full_recompute_recompute_collective_calls_per_layer"] == 4
+    assert result["btp_latent_time_over_btp"] > 0
 
 
 def test_impossible_settings_are_refused_in_one_line() -> None:
