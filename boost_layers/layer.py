@@ -119,7 +119,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, Any]:
         """`[s/T, b, d]` (or `[s, b, d]`) → the same shape.
 
@@ -128,11 +128,15 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         `hidden_states` (`boost_layers.carry`).
 
         Raises:
-            ValueError: for inference with a KV cache and for packed sequences.
+            ValueError: for inference with a KV cache, for packed sequences, and for any other
+                input of Megatron's layers (a bias or padding mask of attention, …).
         """
         if inference_context is not None or packed_seq_params is not None:
             what = "a KV cache" if inference_context is not None else "packed sequences"
             raise ValueError(f"low-rank layers do not support {what} yet")
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"low-rank layers do not take {name}")
         LEDGER.enter_layer()
         projections, attention, mlp = self.projections, self.self_attention, self.mlp
         x, previous = self._arrive(hidden_states, context)
