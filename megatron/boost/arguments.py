@@ -295,6 +295,8 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             f"{nearest_multiple(arguments.seq_length, tp)}"
         )
     _check_stages(arguments)
+    if low_rank.crossing:
+        _check_stages_have_layers(arguments)
 
 
 def _check_heads(arguments: Namespace) -> None:
@@ -338,6 +340,35 @@ def _check_stages(arguments: Namespace) -> None:
         raise ValueError(
             f"--num-layers {layers}: is split over {over}; "
             f"nearest legal value: {nearest_multiple(layers, unit)}"
+        )
+
+
+def _check_stages_have_layers(arguments: Namespace) -> None:
+    """LaX's latents go from layer to layer: a stage without one could not pass them on."""
+    layout = arguments.pipeline_model_parallel_layout
+    if layout is not None:
+        from megatron.core.transformer.enums import LayerType
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        stages_of_layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        if not all(LayerType.decoder in stage for stage in stages_of_layout):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout}: with --low-rank-arch lax every stage "
+                "needs a layer (t); nearest legal value: one with the E and the L beside layers"
+            )
+    ends = (
+        arguments.account_for_embedding_in_pipeline_split,
+        arguments.account_for_loss_in_pipeline_split,
+    )
+    stages = arguments.pipeline_model_parallel_size
+    stages *= arguments.num_virtual_stages_per_pipeline_rank or 1
+    if any(ends) and (arguments.num_layers + sum(ends)) // stages < 2:
+        raise ValueError(
+            f"--num-layers {arguments.num_layers}: with --low-rank-arch lax the stages of the "
+            "embedding and of the loss need a layer too; nearest legal value: "
+            f"{2 * stages - sum(ends)}"
         )
 
 

@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 ACCEPTED = "accepted"
 
 COLA = "--low-rank-arch cola"
+LAX = "--low-rank-arch lax"
 DENSE = "--low-rank-arch dense"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -149,6 +150,20 @@ SIZES = [
         "--num-layers 6: is split over 2 pipeline stages in chunks of 2 layers",
         "8",
         f"{COLA} {PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+    ),
+    Refusal(
+        f"{LAX} {PP2} --num-layers 2 --pipeline-model-parallel-layout Ett|L",
+        "--pipeline-model-parallel-layout Ett|L: with --low-rank-arch lax every stage needs",
+        "one with the E and the L beside layers",
+        f"{LAX} {PP2} --num-layers 2 --pipeline-model-parallel-layout Et|tL",
+        2,
+    ),
+    Refusal(
+        f"{LAX} {PP2} --num-layers 1 --account-for-embedding-in-pipeline-split",
+        "--num-layers 1: with --low-rank-arch lax the stages of the embedding",
+        "3",
+        f"{LAX} {PP2} --num-layers 3 --account-for-embedding-in-pipeline-split",
         2,
     ),
     Refusal(
@@ -286,7 +301,6 @@ FEATURES = {
     "--init-model-with-meta-device": "",
     "--fine-grained-activation-offloading": "",
     "--log-max-attention-logit": "",
-    "--log-progress": "",
     "--moe-router-topk 4": "",
     "--mrope-section 2 3 3": "",
     "--no-position-embedding": "--position-embedding-type none",
