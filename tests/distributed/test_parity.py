@@ -53,6 +53,8 @@ LATENT = {"recompute": True}
 MIXED_PLAIN = replace(PLAIN, layers=4, low_rank_layers=(1, 2))
 # k and v of another rank than q, down of another than gate and up.
 TABLE = {"k_proj": 8, "v_proj": 4, "down_proj": 20}
+# A norm over four numbers amplifies fp32's rounding beyond 1e-5.
+LAX_TABLE = {**TABLE, "v_proj": 16}
 
 LAX_CASES = {
     "svd": Case(
@@ -108,11 +110,11 @@ LAYER_CASES = {
         plain=replace(PLAIN, ranks=TABLE), low_rank=replace(VANILLA, ranks="k=8,v=4,down=20")
     ),
     "lax-rank-table": Case(
-        plain=replace(LAX_PLAIN, ranks=TABLE), low_rank=replace(LAX, ranks="k=8,v=4,down=20")
+        plain=replace(LAX_PLAIN, ranks=LAX_TABLE), low_rank=replace(LAX, ranks="k=8,v=16,down=20")
     ),
     "lax-vanilla-rank-table": Case(
-        plain=replace(LAX_PLAIN, ranks=TABLE),
-        low_rank=replace(LAX, tp="vanilla", ranks="k=8,v=4,down=20"),
+        plain=replace(LAX_PLAIN, ranks=LAX_TABLE),
+        low_rank=replace(LAX, tp="vanilla", ranks="k=8,v=16,down=20"),
     ),
     "btp-mixed-depth": Case(plain=MIXED_PLAIN, low_rank=replace(BTP, layers="1-2")),
     "vanilla-mixed-depth": Case(plain=MIXED_PLAIN, low_rank=replace(VANILLA, layers="1-2")),
