@@ -255,7 +255,6 @@ FEATURES = {
     "--context-parallel-size 2": "--context-parallel-size 1",
     "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 0",
     "--cuda-graph-impl local": "--cuda-graph-impl none",
-    "--fp16": "--bf16",
     "--fp8-format hybrid": "--bf16",
     "--glu-linear-offset 1": "--glu-linear-offset 0",
     "--hybrid-layer-pattern M*": "",
