@@ -3,20 +3,19 @@
 Usable in any Megatron-Core program; knows nothing of a command line or a training loop.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from boost_layers.config import LowRankConfig
 
 if TYPE_CHECKING:
-    from boost_layers.specs import low_rank_spec
+    from boost_layers.specs import finish_model, low_rank_spec
 
-__all__ = ["LowRankConfig", "low_rank_spec"]
+__all__ = ["LowRankConfig", "finish_model", "low_rank_spec"]
 
 
 def __getattr__(name: str) -> Any:
-    """`low_rank_spec` on first use: it imports Megatron, which takes seconds."""
-    if name == "low_rank_spec":
-        from boost_layers.specs import low_rank_spec
-
-        return low_rank_spec
+    """The functions on first use: they import Megatron, which takes seconds."""
+    if name in ("finish_model", "low_rank_spec"):
+        return getattr(import_module("boost_layers.specs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,6 +66,7 @@ class SdpaCoreAttention(MegatronModule):
                 f"{attn_mask_type} {attention_type}-attention"
             )
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self._causal_mask_shape: torch.Size | None = None
 
     def forward(
         self,
@@ -74,10 +75,27 @@ class SdpaCoreAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
         """q `[s, b, h, e]`, k and v `[s, b, kv, e]` → `[s, b, h·e]`. The mask is always the causal
-        one; other masks are refused before the model is built."""
+        one.
+
+        Args:
+            attention_mask: True where a key is hidden, of a shape that broadcasts with
+                `[b, 1, s, s]`; looked at in the first call with its shape, and not used.
+
+        Raises:
+            ValueError: for another mask than the causal one, a bias and packed sequences.
+        """
+        if attention_mask is not None and attention_mask.shape != self._causal_mask_shape:
+            _require_causal(attention_mask, query.shape[0])
+            self._causal_mask_shape = attention_mask.shape
+        if attn_mask_type not in (None, AttnMaskType.causal):
+            raise ValueError(f"{attn_mask_type}: SdpaCoreAttention has the causal mask only")
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ValueError("SdpaCoreAttention takes no attention_bias and no packed sequences")
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = F.scaled_dot_product_attention(
             q,
@@ -88,6 +106,18 @@ class SdpaCoreAttention(MegatronModule):
             enable_gqa=k.shape[1] != q.shape[1],
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _require_causal(mask: Tensor, length: int) -> None:
+    """Raise ValueError unless `mask` hides from each of `length` tokens exactly those after it."""
+    if mask.is_meta:
+        return
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.shape[-2:] != causal.shape or not bool((mask.bool() == causal).all()):
+        raise ValueError(
+            "attention_mask: --core-attention sdpa has the causal mask only; "
+            "nearest legal value: None"
+        )
 
 
 class SelfAttention(MegatronModule):
@@ -130,6 +160,7 @@ class SelfAttention(MegatronModule):
             layer_number=layer_number,
             attn_mask_type=AttnMaskType.causal,
             attention_type="self",
+            softmax_scale=config.softmax_scale,
             pg_collection=pg_collection,
         )
         self.recompute_core = (

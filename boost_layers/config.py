@@ -189,6 +189,11 @@ class LowRankConfig:
         return self.arch in ("cola", "svd", "lax")
 
     @property
+    def replicated_attention(self) -> bool:
+        """Whether every rank computes the attention of all heads, as vanilla does in the paper."""
+        return self.low_rank and self.tp == "vanilla" and self.vanilla_attention == "replicated"
+
+    @property
     def hidden_sharded(self) -> bool:
         """Whether the residual stream is sharded along hidden within the layers (BTP)."""
         return self.low_rank and self.tp == "btp"

@@ -53,7 +53,7 @@ def fuse_embedding_border(model: GPTModel) -> None:
     if not model.pre_process or not len(layers) or layers[0].layer_number != 1:
         return
     words = model.embedding.word_embeddings
-    if not layers[0].enters_by_sequence or words.tp_group.size() == 1:
+    if words.tp_group.size() == 1 or not layers[0].enters_by_sequence:
         return
     assert words.reduce_scatter_embeddings, "BTP layers are built with sequence parallelism"
     model.embedding.word_embeddings = HiddenShardedEmbedding.adopting(words)

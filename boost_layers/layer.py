@@ -64,6 +64,9 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ):
         super().__init__(config=config)
+        # A layer's keys in a checkpoint are its own. Megatron would stack all layers' tensors of a
+        # name into one, which layers of different ranks or architectures cannot share.
+        config.hetereogenous_dist_checkpoint = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp"])
         offset = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
         in_stage = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
@@ -116,7 +119,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, Any]:
         """`[s/T, b, d]` (or `[s, b, d]`) → the same shape.
 
@@ -125,11 +128,15 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         `hidden_states` (`boost_layers.carry`).
 
         Raises:
-            ValueError: for inference with a KV cache and for packed sequences.
+            ValueError: for inference with a KV cache, for packed sequences, and for any other
+                input of Megatron's layers (a bias or padding mask of attention, …).
         """
         if inference_context is not None or packed_seq_params is not None:
             what = "a KV cache" if inference_context is not None else "packed sequences"
             raise ValueError(f"low-rank layers do not support {what} yet")
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"low-rank layers do not take {name}")
         LEDGER.enter_layer()
         projections, attention, mlp = self.projections, self.self_attention, self.mlp
         x, previous = self._arrive(hidden_states, context)

@@ -13,7 +13,6 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -26,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from boost_layers.attention import SdpaCoreAttention, SelfAttention
 from boost_layers.config import LowRankConfig
+from boost_layers.embedding import fuse_embedding_border
 from boost_layers.layer import LowRankLayer, LowRankLayerSubmodules
 from boost_layers.mlp import GatedMLP
 from boost_layers.norm import FinalNorm
@@ -35,9 +35,11 @@ from boost_layers.projection import (
     Projections,
     VanillaProjections,
 )
-from boost_layers.validation import validate_model
+from boost_layers.validation import takes_transformer_engine, validate_model
+from boost_layers.vocabulary import initialize_vocabulary, mask_padded_vocabulary
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,7 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
             replicated vanilla attention, which it cannot run.
     """
     choice = low_rank.core_attention
-    replicated = (
-        low_rank.low_rank
-        and low_rank.tp == "vanilla"
-        and low_rank.vanilla_attention == "replicated"
-    )
-    if choice in ("te", "local") and replicated:
+    if choice in ("te", "local") and low_rank.replicated_attention:
         raise ValueError(
             f"--core-attention {choice}: it takes a rank's own heads only, and "
             "--low-rank-vanilla-attention is replicated; nearest legal value: sdpa"
@@ -78,8 +75,7 @@ def core_attention_class(low_rank: LowRankConfig) -> type:
         )
     if choice == "local":
         return DotProductAttention
-    use_te = choice == "te" or (choice == "auto" and HAVE_TE and torch.cuda.is_available())
-    return TEDotProductAttention if use_te and not replicated else SdpaCoreAttention
+    return TEDotProductAttention if takes_transformer_engine(low_rank) else SdpaCoreAttention
 
 
 def layer_spec(low_rank: LowRankConfig, index: int = 0) -> ModuleSpec:
@@ -133,14 +129,49 @@ def low_rank_spec(
     )
 
 
+def finish_model(model: GPTModel, vocab_size: int, seed: int = 1234) -> GPTModel:
+    """What a spec cannot do for the model that was built of it: initial embedding and head that do
+    not depend on the layout, a head that gives the padded tokens no probability, and a fused border
+    between the embedding and the first layer.
+
+    For programs that build their `GPTModel` themselves, before they wrap it for data parallelism;
+    `pretrain_gpt.py` does the same. No weights are drawn where `perform_initialization` is off.
+
+    Args:
+        model: the model of this (virtual) pipeline stage, built for `vocab_size` tokens or more.
+        vocab_size: the number of tokens that exist.
+        seed: that of `LowRankConfig`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: for a vocabulary larger than the model's.
+    """
+    tp_group = model.pg_collection.tp
+    if model.config.perform_initialization:
+        initialize_vocabulary(model, model.config, vocab_size, seed, tp_group)
+    mask_padded_vocabulary(model, vocab_size, tp_group)
+    fuse_embedding_border(model)
+    return model
+
+
 def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """For `--spec boost_layers.specs gpt_spec`; the settings come from `BOOST_LOW_RANK`, by
-    default `arch=cola,ratio=0.25`.
+    default `arch=cola,ratio=0.25`, and the seed of the layers, unless it is among them, from
+    Megatron's `--seed`.
 
-    Switches sequence parallelism on for BTP, as `pretrain_gpt.py` of this project does.
+    Switches sequence parallelism on for BTP, as `pretrain_gpt.py` of this project does. What a spec
+    has no hand in stays Megatron's: the initial embedding and head, the padded vocabulary, and
+    flags that are not part of the transformer's configuration.
+
+    Raises:
+        ValueError: for settings or sizes that the layers cannot run; Megatron calls this while it
+            builds the model, when its process groups exist.
     """
-    low_rank = settings_from_environment()
     transformer = model_config.transformer
+    # The one field of the configuration that Megatron sets from --seed.
+    low_rank = settings_from_environment(seed=transformer.inference_sampling_seed)
     tp_size = transformer.tensor_model_parallel_size
     if projections_class(low_rank) is BtpProjections and tp_size > 1:
         if not transformer.sequence_parallel:
@@ -149,16 +180,19 @@ def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlock
     return low_rank_spec(transformer, low_rank, vp_stage)
 
 
-def settings_from_environment() -> LowRankConfig:
-    """`LowRankConfig` from `BOOST_LOW_RANK`.
+def settings_from_environment(**defaults: Any) -> LowRankConfig:
+    """`LowRankConfig` from `BOOST_LOW_RANK`; `arch` is "cola" unless it says otherwise.
+
+    Args:
+        defaults: values of other settings that it leaves out.
 
     Raises:
         ValueError: for an unknown name or a value that is not of the field's type.
     """
-    text = os.environ.get(ENVIRONMENT_VARIABLE, "arch=cola,ratio=0.25")
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     hints = get_type_hints(LowRankConfig)
     names = [f.name for f in fields(LowRankConfig)]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"arch": "cola", **defaults}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = pair.partition("=")
         if name not in names:
@@ -177,6 +211,8 @@ def _parse(name: str, value: str, hint: Any) -> Any:
             raise ValueError(
                 f"{ENVIRONMENT_VARIABLE}: {name}={value}; legal values: {', '.join(choices)}"
             )
+        return value
+    if str in choices:
         return value
     if hint is bool:
         if value.lower() not in ("true", "false", "1", "0"):

@@ -6,10 +6,19 @@ line (before any process group exists) and the Python API.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from boost_layers.config import MLP_PROJECTIONS, PROJECTIONS, LowRankConfig, flag_of
+from boost_layers.rules import UNKNOWN
+from boost_layers.transformer_features import (
+    TRANSFORMER_FIELDS,
+    default_of,
+    flag_of_field,
+    transformer_fields,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,72 +128,71 @@ def validate_model(low_rank: LowRankConfig, config: TransformerConfig) -> None:
 
 
 def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> None:
-    """Raise ValueError for the first feature of `config` that a LLaMA block of ours has not."""
+    """Raise ValueError for the first feature of `config` that a LLaMA block of ours has not.
+
+    What each field may be stands in `boost_layers.transformer_features`; a field that the table
+    does not know, of another release of Megatron's, may only have its default.
+    """
+    for field in transformer_fields().values():
+        rule = TRANSFORMER_FIELDS.get(field.name, UNKNOWN)
+        value = getattr(config, field.name)
+        if rule.outcome == "refused" and not rule.accepts(
+            value, default_of(field), partial(getattr, config)
+        ):
+            raise ValueError(rule.refusal(flag_of_field(field), value, low_rank.arch))
+    _validate_combinations(low_rank, config)
+
+
+def _validate_combinations(low_rank: LowRankConfig, config: TransformerConfig) -> None:
+    """What is refused for its company: the fields whose rule is "conditional"."""
     # Not at the top: the command line is checked without torch.
     from torch.nn.functional import silu
 
     vanilla = low_rank.low_rank and low_rank.tp == "vanilla"
+    several = config.tensor_model_parallel_size > 1
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
+    backend = config.attention_backend.name
+    within_engine = takes_transformer_engine(low_rank)
     wrong = (
-        (config.add_bias_linear, "--add-bias-linear", "pass --disable-bias-linear"),
-        (config.add_qkv_bias, "--add-qkv-bias", "leave it out"),
-        (config.normalization != "RMSNorm", f"--normalization {config.normalization}", "RMSNorm"),
-        (not config.gated_linear_unit, "an MLP without a gate", "pass --swiglu"),
         (config.activation_func is not silu, "a gate's activation that is not SiLU", "--swiglu"),
-        (
-            config.activation_func_clamp_value is not None,
-            "--activation-func-clamp-value",
-            "leave it out",
-        ),
-        (config.glu_linear_offset != 0, f"--glu-linear-offset {config.glu_linear_offset}", "0"),
-        (config.layernorm_zero_centered_gamma, "--apply-layernorm-1p", "leave it out"),
-        (config.qk_layernorm, "--qk-layernorm", "leave it out"),
-        (config.qk_l2_norm, "--qk-l2-norm", "leave it out"),
-        (
-            config.apply_residual_connection_post_layernorm,
-            "--apply-residual-connection-post-layernorm",
-            "leave it out",
-        ),
-        (config.use_mup, "--use-mup", "leave it out"),
-        (
-            config.heterogeneous_block_specs,
-            "--heterogeneous-layers-config-path",
-            "leave it out",
-        ),
-        (config.multi_latent_attention, "--multi-latent-attention", "leave it out"),
-        (config.num_moe_experts is not None, "--num-experts", "leave it out"),
-        (config.mtp_num_layers is not None, "--mtp-num-layers", "leave it out"),
-        (config.context_parallel_size > 1, "--context-parallel-size", "1"),
-        (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}", "0"),
-        (config.attention_dropout > 0, f"--attention-dropout {config.attention_dropout}", "0"),
-        (config.window_size is not None, "--window-size", "leave it out"),
-        (config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type}", "vanilla"),
-        (config.attention_output_gate, "--attention-output-gate", "leave it out"),
-        (config.no_rope_freq is not None, "--no-rope-freq", "leave it out"),
-        (
-            config.experimental_attention_variant is not None,
-            "--experimental-attention-variant",
-            "leave it out",
-        ),
-        (bool(config.fp8), "--fp8-format", "--bf16"),
-        (bool(config.fp4), "--fp4-format", "--bf16"),
-        (config.fp32_residual_connection, "--fp32-residual-connection", "leave it out"),
-        (config.cpu_offloading, "--cpu-offloading-num-layers", "0"),
-        (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}", "none"),
-        (
-            config.apply_query_key_layer_scaling,
-            "--apply-query-key-layer-scaling",
-            "leave it out",
-        ),
         (
             any(module != "core_attn" for module in recomputed),
             f"--recompute-modules {' '.join(recomputed)}",
             "core_attn",
         ),
         (
-            low_rank.hidden_sharded
-            and config.tensor_model_parallel_size > 1
-            and not config.sequence_parallel,
+            config.distribute_saved_activations and several and config.sequence_parallel,
+            "--distribute-saved-activations with --sequence-parallel",
+            "leave it out",
+        ),
+        # Vanilla's latents are sharded, and packed into the tensor that is recomputed from.
+        (
+            config.distribute_saved_activations and low_rank.crossing,
+            "--distribute-saved-activations",
+            "leave it out",
+        ),
+        (
+            backend != "auto" and not within_engine,
+            f"--attention-backend {backend} with --core-attention {low_rank.core_attention}",
+            "auto",
+        ),
+        (
+            config.flash_attention_version is not None and not within_engine,
+            f"--flash-attention-version {config.flash_attention_version} with --core-attention "
+            f"{low_rank.core_attention}",
+            "leave it out",
+        ),
+        (
+            not _draws_normal(config.init_method, config.init_method_std)
+            or not _draws_normal(
+                config.output_layer_init_method,
+                config.init_method_std / math.sqrt(2 * config.num_layers),
+            ),
+            "an init_method other than N(0, init_method_std²)",
+            "--init-method-std 0.02",
+        ),
+        (
+            low_rank.hidden_sharded and several and not config.sequence_parallel,
             "BTP without sequence-parallel borders",
             "--sequence-parallel",
         ),
@@ -201,3 +209,23 @@ def validate_features(low_rank: LowRankConfig, config: TransformerConfig) -> Non
                 f"{what}: not supported by --low-rank-arch {low_rank.arch}; "
                 f"nearest legal value: {instead}"
             )
+
+
+def takes_transformer_engine(low_rank: LowRankConfig) -> bool:
+    """Whether Transformer Engine computes core attention: where it is asked for, or installed, the
+    device is CUDA and each rank has heads of its own."""
+    if low_rank.core_attention != "auto":
+        return low_rank.core_attention == "te"
+    import torch
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE and torch.cuda.is_available() and not low_rank.replicated_attention
+
+
+def _draws_normal(method: Any, std: float) -> bool:
+    """Whether an initialisation is the one that `TransformerConfig` makes of a standard deviation,
+    which is all that the layers know of it."""
+    from torch.nn.init import normal_
+
+    drawn = getattr(method, "keywords", {}).get("std", math.nan)
+    return getattr(method, "func", None) is normal_ and math.isclose(drawn, std)

@@ -43,8 +43,13 @@ def write_statistics(s: Tensor, block: Tensor, tp_rank: int) -> None:
     Sums with zero are exact, so after the all-reduce every rank holds every S bit for bit. S = Inf,
     or a finite S above 3.396e38 whose `hi` rounds to Inf, decodes as NaN.
 
-    Must not be compiled: a compiler that keeps the intermediate in fp32 makes mid and lo wrong.
+    Never compiled, in a program that compiles the layers either: a compiler that keeps the
+    intermediate in fp32 makes mid and lo wrong.
     """
+    # What TorchDynamo cannot trace it leaves to Python. `torch.compiler.disable` would say so too,
+    # for an import of TorchDynamo that adds a second to every start.
+    if torch.compiler.is_compiling():
+        raise RuntimeError("write_statistics: must not be compiled")
     if block.dtype != torch.bfloat16:
         block.copy_(s)
         return

@@ -20,7 +20,17 @@ from unittest import mock
 
 from boost_layers.config import LowRankConfig
 from boost_layers.validation import ModelSizes, nearest_multiple, validate_sizes
-from megatron.boost.flags import add_flags, config_from, make_help_printable, refuse_in_one_line
+from megatron.boost.checkpoint_flags import flags_for_async_save, flags_of_checkpoint
+from megatron.boost.flags import (
+    add_flags,
+    config_from,
+    is_given,
+    make_help_printable,
+    refuse_in_one_line,
+)
+from megatron.boost.idle_flags import refuse_idle_flags
+from megatron.boost.megatron_flags import refuse_unsupported
+from megatron.boost.stored_run import with_stored_arguments
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -85,34 +95,41 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: for settings or sizes that cannot be run, by flag, value and nearest legal one.
     """
-    if _given(argv, "--yaml-cfg"):
+    if is_given(argv, "--yaml-cfg"):
         raise ValueError(
             "--yaml-cfg: Megatron ignores all other flags beside it, ours included; "
             "nearest legal value: leave it out and pass flags"
         )
-    arguments = _parse_only(argv)
+    arguments, parser = _parse_only(argv)
     if arguments.spec is not None:
         _check_spec(arguments)
+    added, said = flags_for_async_save(argv, arguments)
+    if arguments.use_checkpoint_args:
+        restored = flags_of_checkpoint(argv, arguments)
+        said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
+        argv = [*argv, *restored]
+        arguments = with_stored_arguments(_parse_only(argv)[0])
     if arguments.eval_interval is None and not (arguments.skip_train or arguments.full_validation):
         raise ValueError(
             "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
         )
     low_rank = low_rank_config(arguments)
+    refuse_idle_flags(argv, low_rank)
     if low_rank.arch == "none":
-        _refuse_idle_flags(argv)
-        return list(argv), []
-    added, said = [], []
+        return [*argv, *added], said
+    dropout = []
     for flag, value in (
         ("--hidden-dropout", arguments.hidden_dropout),
         ("--attention-dropout", arguments.attention_dropout),
     ):
-        if not _given(argv, flag):
-            added += [flag, "0.0"]
+        if not is_given(argv, flag):
+            dropout += [flag, "0.0"]
         elif value > 0:
             raise ValueError(
                 f"{flag} {value}: low-rank layers have no dropout; nearest legal value: 0.0"
             )
-    if added:
+    added += dropout
+    if dropout:
         said.append("dropout: 0 (Megatron's default of 0.1 was not asked for)")
     if (
         low_rank.hidden_sharded
@@ -130,12 +147,11 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         added.append("--dist-ckpt-optim-fully-reshardable")
     if arguments.transformer_impl != "local" and not _transformer_engine_there():
         for flag in ("--no-rope-fusion", "--no-gradient-accumulation-fusion"):
-            if not _given(argv, flag):
+            if not is_given(argv, flag):
                 added.append(flag)
         said.append("fusions of Transformer Engine: off, it is not installed")
-    _check_flags(arguments, low_rank)
-    if not arguments.use_checkpoint_args:
-        _check_sizes(arguments, low_rank)
+    refuse_unsupported(parser, arguments, argv, low_rank.arch)
+    _check_sizes(arguments, low_rank)
     return [*argv, *added], said
 
 
@@ -173,35 +189,23 @@ def low_rank_config(arguments: Namespace) -> LowRankConfig:
     return config
 
 
-def _parse_only(argv: Sequence[str]) -> Namespace:
-    """Megatron's parser alone, before its validation changes or refuses anything."""
+def _parse_only(argv: Sequence[str]) -> tuple[Namespace, ArgumentParser]:
+    """Megatron's parser with our flags, and what it makes of `argv` before Megatron's validation
+    changes or refuses anything."""
     from megatron.training.arguments import parse_args
 
+    parsers = []
+
+    def keep(parser: ArgumentParser) -> ArgumentParser:
+        parsers.append(add_boost_flags(parser))
+        return parser
+
     with mock.patch.object(sys, "argv", [sys.argv[0], *argv]):
-        return parse_args(add_boost_flags)
+        return parse_args(keep), parsers[0]
 
 
 def _transformer_engine_there() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _given(argv: Sequence[str], flag: str) -> bool:
-    return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
-
-
-def _refuse_idle_flags(argv: Sequence[str]) -> None:
-    """Flags that would be ignored by Megatron's own layers."""
-    for argument in argv:
-        flag = argument.partition("=")[0]
-        idle = (
-            flag.startswith(("--low-rank-", "--no-low-rank-", "--lax-"))
-            or flag == "--core-attention"
-        )
-        if idle and flag not in ("--low-rank-arch", "--low-rank-comm-report"):
-            raise ValueError(
-                f"{flag}: has no effect on Megatron's own layers (--low-rank-arch none); "
-                "nearest legal value: --low-rank-arch cola"
-            )
 
 
 def _check_spec(arguments: Namespace) -> None:
@@ -335,34 +339,6 @@ def _check_stages(arguments: Namespace) -> None:
             f"--num-layers {layers}: is split over {over}; "
             f"nearest legal value: {nearest_multiple(layers, unit)}"
         )
-
-
-def _check_flags(arguments: Namespace, low_rank: LowRankConfig) -> None:
-    """Megatron's flags that low-rank layers would not honour."""
-    position = arguments.position_embedding_type
-    for flag, given, instead in (
-        ("--reset-attention-mask", arguments.reset_attention_mask, "leave it out"),
-        ("--init-model-with-meta-device", arguments.init_model_with_meta_device, "leave it out"),
-        ("--hybrid-layer-pattern", arguments.hybrid_layer_pattern, "leave it out"),
-        (
-            "--init-method-xavier-uniform",
-            arguments.init_method_xavier_uniform,
-            "--init-method-std 0.02",
-        ),
-        ("--use-torch-fsdp2", arguments.use_torch_fsdp2, "--use-distributed-optimizer"),
-        ("--use-megatron-fsdp", arguments.use_megatron_fsdp, "--use-distributed-optimizer"),
-        # Megatron's default. Its initial weights would depend on the layout.
-        (
-            f"--position-embedding-type {position}",
-            position not in ("rope", "yarn", "none"),
-            "rope",
-        ),
-    ):
-        if given:
-            raise ValueError(
-                f"{flag}: not supported by --low-rank-arch {low_rank.arch} yet; "
-                f"nearest legal value: {instead}"
-            )
 
 
 def _reason(refusal: AssertionError) -> str:

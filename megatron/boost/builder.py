@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from boost_layers.embedding import fuse_embedding_border
 from boost_layers.layer import LowRankLayer
-from boost_layers.specs import layer_spec, low_rank_spec
+from boost_layers.specs import finish_model, layer_spec, low_rank_spec
 from boost_layers.validation import validate_model
-from boost_layers.vocabulary import initialize_vocabulary, mask_padded_vocabulary
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,6 +29,8 @@ def model_config(arguments: Namespace, low_rank: LowRankConfig) -> GPTModelConfi
 
     config: GPTModelConfig = gpt_config_from_args(arguments)
     if low_rank.arch != "none":
+        # Megatron 0.19 leaves it at its default.
+        config.rope_scaling_factor = arguments.rope_scaling_factor
         validate_model(low_rank, config.transformer)
         layer_spec(low_rank)
         config.transformer_layer_spec = partial(_block_spec, low_rank)
@@ -56,11 +56,7 @@ def _finish_model(
     for stage in stages:
         for layer in stage.decoder.layers:
             assert isinstance(layer, LowRankLayer), f"Megatron built a {type(layer).__name__}"
-        tp_group = stage.pg_collection.tp
-        if stage.config.perform_initialization:
-            initialize_vocabulary(stage, stage.config, vocab_size, low_rank.seed, tp_group)
-        mask_padded_vocabulary(stage, vocab_size, tp_group)
-        fuse_embedding_border(stage)
+        finish_model(stage, vocab_size, low_rank.seed)
     return stages
 
 

@@ -45,6 +45,7 @@ def refuse_unsupported_data(arguments: Namespace) -> None:
         ("--perform-rl-step", arguments.perform_rl_step),
         ("--hybrid-context-parallel", arguments.hybrid_context_parallel),
         ("--dataloader-inter-document-masking", arguments.dataloader_inter_document_masking),
+        ("--logits-load-dir", arguments.logits_load_dir is not None),
     ):
         if given:
             raise ValueError(

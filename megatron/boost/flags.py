@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import types
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
@@ -79,6 +80,11 @@ def config_from(arguments: Namespace, cls: type, **more: Any) -> Any:
     return cls(**values, **more)
 
 
+def is_given(argv: Sequence[str], flag: str) -> bool:
+    """Whether the command line `argv` has `flag`, as `--flag value` or `--flag=value`."""
+    return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
+
+
 def refuse_in_one_line(parser: ArgumentParser) -> None:
     """Make `parser` raise ValueError, naming the nearest legal value or flag where there is one,
     instead of printing its usage of several hundred lines."""
@@ -129,6 +135,7 @@ def _kind(hint: Any) -> tuple[type, tuple[str, ...]]:
     return hint, ()
 
 
+@functools.cache
 def _docstrings(cls: type) -> dict[str, str]:
     """The docstring under each field of a class, in one line."""
     (definition,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body

@@ -22,7 +22,7 @@ from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
 from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
 from megatron.boost.builder import model_config, true_vocabulary
-from megatron.boost.checkpoint_settings import settings_checked_on_load
+from megatron.boost.checkpoint_settings import check_run, settings_checked_on_load
 from megatron.boost.command_line import write_json
 from megatron.boost.data import (
     forward_step,
@@ -31,6 +31,7 @@ from megatron.boost.data import (
     refuse_unsupported_data,
 )
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
+from megatron.boost.stored_run import stored_run
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -58,6 +59,9 @@ def configure(argv: Sequence[str]) -> Plan:
     refuse_missing_data(settings.megatron)
     with refusals_of_megatron():
         config = model_config(settings.megatron, settings.low_rank)
+    run = stored_run(settings.megatron)
+    if run is not None:
+        check_run(run, settings.low_rank, settings.megatron)
     _require_writable(settings.launch.comm_report)
     if settings.megatron.rank == 0:
         for line in said:

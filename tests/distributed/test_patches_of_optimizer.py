@@ -73,6 +73,32 @@ def test_shared_step(reshardable_checkpoint: tuple[Path, History]) -> None:
     _assert_adam_is_wrong(reshardable_checkpoint, RESHARDABLE, "distrib_optimizer_shared_step")
 
 
+@pytest.fixture(scope="module")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    """A checkpoint saved without the distributed optimizer."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, _saved(folder, "")
+
+
+def test_optimizer_of_another_kind(
+    plain_checkpoint: tuple[Path, History], reshardable_checkpoint: tuple[Path, History]
+) -> None:
+    assert _resumed(plain_checkpoint[0], RESHARDABLE) == plain_checkpoint[1]
+    assert _resumed(reshardable_checkpoint[0], "") == reshardable_checkpoint[1]
+    for folder, flags in ((plain_checkpoint[0], RESHARDABLE), (reshardable_checkpoint[0], "")):
+        with pytest.raises(
+            RankFailure, match="KeyError|CheckpointingException|Key.*not found|Missing"
+        ):
+            _resumed(folder, flags, "optimizer_of_another_kind")
+
+
+def test_a_state_that_only_the_distributed_optimizer_can_read_is_refused(
+    checkpoint: tuple[Path, History],
+) -> None:
+    with pytest.raises(RankFailure, match="ValueError: --load: .*--use-distributed-optimizer"):
+        _resumed(checkpoint[0], "")
+
+
 def _assert_adam_is_wrong(checkpoint: tuple[Path, History], flags: str, without: str) -> None:
     """The weights are loaded right, and the first step from them is not."""
     folder, unbroken = checkpoint

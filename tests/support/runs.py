@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
 from megatron.boost.patches import apply_always
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import canonical_name
+from tests.support.training_state import rank_state
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 "
@@ -48,10 +50,63 @@ def train(flags: str, world_size: int = 1, before: Callable[[], Any] | None = No
     return run_ranks(train_here, world_size, flags.split(), before, init_process_group=False)
 
 
+def train_in_turn(runs: Sequence[str], **more: Any) -> list[dict[str, Any]]:
+    """On a rank that has no world yet: one run after the other in this process, each in a world of
+    its own, which spares all but the first what a process has to do once.
+
+    Args:
+        runs: the flags of each.
+        more: as for `train_here`.
+    """
+    port, rank, size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store = distributed.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    results = []
+    _remember_docstrings()
+    for number, flags in enumerate(runs):
+        distributed.init_process_group(
+            "gloo",
+            store=distributed.PrefixStore(f"run {number}", store),
+            rank=rank,
+            world_size=size,
+        )
+        results.append(train_here(flags.split(), **more))
+        forget_run()
+        distributed.destroy_process_group()
+    return results
+
+
+def _remember_docstrings() -> None:
+    """Megatron reads the help of its flags from its source each time it parses a command line,
+    which takes longer than a tiny model's iteration."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    upstream = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = upstream(factory, source)
+        return dict(known[source])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+
+
+def forget_run() -> None:
+    """Destroys what a run leaves in Megatron's globals, so that another one can start."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.training import global_vars
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    global_vars.destroy_global_vars()
+
+
 def train_here(
     flags: Sequence[str],
     before: Callable[[], Any] | None = None,
     model: Sequence[str] = MODEL,
+    with_state: bool = False,
 ) -> dict[str, Any]:
     """Trains on this rank as `pretrain_gpt.py` would.
 
@@ -59,12 +114,14 @@ def train_here(
         flags: Megatron's and ours, after those above; of a flag given twice the last counts.
         before: called with Megatron ready for the CPU; what it returns is a context for the run.
         model: the flags that describe the model.
+        with_state: whether to return "loaded" and "trained".
 
     Returns:
         by iteration "loss" (on the last pipeline stage) and "grad_norm", both as `train_step` gave
         them, and "exact_grad_norm", computed in fp64; "sample_ids" of the training set in the
         order read; "weights" after the run, a `Shard` by canonical name; "vocab_size", the number
-        of tokens that exist.
+        of tokens that exist; "loaded" and "trained", the `RankState` before the first and after the
+        last iteration.
     """
     argv = with_cpu_flags([*model, *DATA, *TRAINING, *flags])
     with ExitStack() as stack:
@@ -81,6 +138,7 @@ def train_here(
         history: dict[str, Any] = {"loss": [], "grad_norm": [], "exact_grad_norm": []}
         upstream_step, setup = upstream.train_step, upstream.setup_model_and_optimizer
         models: list[Any] = []
+        optimizers: list[Any] = []
 
         def recording_step(*positional: Any, **named: Any) -> Any:
             result = upstream_step(*positional, **named)
@@ -91,6 +149,9 @@ def train_here(
         def keeping_setup(*positional: Any, **named: Any) -> Any:
             result = setup(*positional, **named)
             models.extend(result[0])
+            optimizers.append(result[1])
+            if with_state:
+                history["loaded"] = rank_state(models, optimizers[0])
             return result
 
         def exact_norm(grads: Any, norm_type: float = 2, **named: Any) -> float:
@@ -108,6 +169,8 @@ def train_here(
         plan = training.configure(argv)
         training.train(plan)
         history["weights"] = _weights(models)
+        if with_state:
+            history["trained"] = rank_state(models, optimizers[0])
         history["vocab_size"] = true_vocabulary(plan.settings.megatron)
         return history
 

@@ -1,65 +1,226 @@
-"""A checkpoint loads only into the function that it was trained as."""
+"""A checkpoint loads only into the function that it was trained as, and says what that is."""
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from boost_layers.config import LowRankConfig
-from megatron.boost.checkpoint_settings import check_settings
+from boost_layers.config import LowRankConfig, flag_of
+from megatron.boost.checkpoint_settings import check_run, check_settings, restored_flags
 from megatron.boost.flags import flags_of
-from tests.support.distributed import RankFailure
-from tests.support.runs import train
+from megatron.boost.stored_run import StoredRun
+from tests.support.distributed import RankFailure, run_ranks
+from tests.support.runs import losses, train, train_here
+
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 1,
+    "group_query_attention": False,
+    "kv_channels": 16,
+}
 
 
-def stored(hidden_size: int = 64, **settings: Any) -> Namespace:
+def stored(settings: dict[str, Any], **sizes: Any) -> Namespace:
     """The arguments that a checkpoint holds."""
     config = LowRankConfig(**settings)
     values = {flag.destination: getattr(config, flag.field) for flag in flags_of(LowRankConfig)}
-    return Namespace(hidden_size=hidden_size, **values)
+    return Namespace(**{**SIZES, **sizes}, **values)
 
 
-@pytest.mark.parametrize(
-    ("then", "now", "named"),
-    [
-        ({"arch": "cola"}, {"arch": "dense"}, ("--low-rank-arch", "dense", "cola")),
-        ({"arch": "cola"}, {"arch": "cola", "act": "gelu"}, ("--low-rank-act", "gelu", "silu")),
-        ({"arch": "cola", "mlp": "swiglu"}, {"arch": "cola"}, ("--low-rank-mlp", "product")),
-        ({"arch": "cola", "rank": 8}, {"arch": "cola"}, ("--low-rank-ratio", "16", "8")),
-        (
-            {"arch": "cola", "mlp_rank": 8},
-            {"arch": "cola", "mlp_rank": 12},
-            ("--low-rank-mlp-rank", "12", "8", "gate_proj"),
-        ),
-    ],
-)
+CONTRADICTIONS = [
+    ({"arch": "cola"}, {"arch": "dense"}, ("--low-rank-arch", "dense", "cola")),
+    ({"arch": "cola"}, {"arch": "svd"}, ("--low-rank-arch", "svd", "cola")),
+    ({"arch": "cola"}, {"arch": "cola", "act": "gelu"}, ("--low-rank-act", "gelu", "silu")),
+    (
+        {"arch": "cola", "mlp": "swiglu"},
+        {"arch": "cola", "mlp": "product"},
+        ("--low-rank-mlp", "product", "swiglu"),
+    ),
+    (
+        {"arch": "cola", "rank": 8},
+        {"arch": "cola", "ratio": 0.5},
+        ("--low-rank-ratio", "rank 32 of q_proj", "rank 8"),
+    ),
+    (
+        {"arch": "cola", "mlp_rank": 8},
+        {"arch": "cola", "mlp_rank": 12},
+        ("--low-rank-mlp-rank", "rank 12 of gate_proj", "rank 8"),
+    ),
+    (
+        {"arch": "cola", "ranks": "q=8,o=12"},
+        {"arch": "cola", "ranks": "q=8,o=16"},
+        ("--low-rank-ranks", "rank 16 of o_proj", "rank 12"),
+    ),
+    ({"arch": "lax"}, {"arch": "lax", "lax_gate": "linear"}, ("--lax-gate", "linear", "tensor")),
+    ({"arch": "lax"}, {"arch": "lax", "lax_base": "svd"}, ("--lax-base", "svd", "cola")),
+    (
+        {"arch": "cola", "layers": "1-2"},
+        {"arch": "cola", "layers": "0-3"},
+        ("--low-rank-layers", "0-3", "1-2"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("then", "now", "named"), CONTRADICTIONS)
 def test_a_contradiction_names_flag_and_both_values(
     then: dict[str, Any], now: dict[str, Any], named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ValueError) as refusal:
-        check_settings(stored(**then), LowRankConfig(**now), 64)
-    assert all(word in str(refusal.value) for word in named)
+    for refuse in (
+        lambda: check_settings(stored(then), LowRankConfig(**now), 64),
+        lambda: restored_flags(now, stored(then)),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            refuse()
+        assert all(word in str(refusal.value) for word in named), refusal.value
 
 
 def test_layout_settings_and_other_spellings_of_the_same_may_differ() -> None:
-    now = LowRankConfig(
-        arch="cola", rank=16, act="silu", mlp="product", tp="vanilla", norm="sync", grouping=False
-    )
-    check_settings(stored(arch="cola"), now, 64)
+    spelled = {"arch": "cola", "rank": 16, "act": "silu", "mlp": "product", "layers": "0-3"}
+    now = LowRankConfig(**spelled, tp="vanilla", norm="sync", grouping=False)
+    check_settings(stored({"arch": "cola"}), now, 64)
+    # What is repeated is not in contradiction, and the rest comes from the checkpoint.
+    assert restored_flags(spelled, stored({"arch": "cola"})) == ["--low-rank-arch", "cola"]
 
 
 def test_megatrons_own_checkpoints_and_older_ones_of_ours_are_read() -> None:
     check_settings(Namespace(hidden_size=64), LowRankConfig(), 64)
-    older = stored(arch="cola")
+    older = stored({"arch": "cola"})
     del older.core_attention
     check_settings(older, LowRankConfig(arch="cola"), 64)
+    assert restored_flags({}, Namespace(hidden_size=64)) == []
 
 
-def test_another_activation_stops_the_resumed_run(tmp_path: Path) -> None:
-    cola = f"--low-rank-arch cola --train-iters 1 --save {tmp_path} --save-interval 1"
-    train(cola)
-    with pytest.raises(RankFailure, match="--low-rank-act: gelu, but the checkpoint .* silu"):
-        train(f"{cola} --load {tmp_path} --low-rank-act gelu")
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "group_query_attention"])
+def test_another_size_is_refused(name: str) -> None:
+    then = StoredRun("--load here", stored({"arch": "cola"}, group_query_attention=True), None)
+    sizes = {**SIZES, "group_query_attention": True, name: SIZES[name] * 2}
+    now = Namespace(**sizes, no_load_optim=False, finetune=False)
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: {sizes[name]}, but .*with"):
+        check_run(then, LowRankConfig(arch="cola", ranks="q=16,k=16"), now)
+
+
+@pytest.mark.parametrize(
+    ("now", "refused"),
+    [
+        ({}, False),
+        ({"tensor_model_parallel_size": 2}, True),
+        ({"use_distributed_optimizer": False}, True),
+        ({"use_distributed_optimizer": False, "no_load_optim": True}, False),
+        ({"tensor_model_parallel_size": 2, "finetune": True}, False),
+    ],
+)
+def test_optimizer_state_that_is_bound_to_its_layout(now: dict[str, Any], refused: bool) -> None:
+    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    run = StoredRun("--load here", stored({"arch": "cola"}, **layout), "dp_reshardable")
+    flags = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False}
+    arguments = Namespace(**{**SIZES, **layout, **flags, **now})
+    if not refused:
+        check_run(run, LowRankConfig(arch="cola"), arguments)
+        return
+    with pytest.raises(ValueError, match="--load here: .*--use-distributed-optimizer .*-size 1"):
+        check_run(run, LowRankConfig(arch="cola"), arguments)
+
+
+FUNCTIONS: list[dict[str, Any]] = [
+    {"arch": "dense"},
+    {"arch": "cola", "act": "gelu", "mlp": "swiglu", "rank": 8},
+    {"arch": "svd", "ratio": 0.5, "attn_rank": 8, "layers": "1-2"},
+    {"arch": "lax", "lax_base": "svd", "lax_gate": "linear", "lax_norm": "rmsnorm"},
+    {"arch": "lax", "ranks": "q=8;down=12", "mlp_rank": 24},
+]
+
+
+@pytest.mark.parametrize("then", FUNCTIONS)
+def test_the_restored_flags_make_the_stored_function(then: dict[str, Any]) -> None:
+    flags = restored_flags({}, stored({**then, "core_attention": "local"}))
+    by_flag = {flag.name: flag for flag in flags_of(LowRankConfig)}
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    values = {by_flag[name].field: by_flag[name].kind(value) for name, value in pairs}
+    assert LowRankConfig(**values) == LowRankConfig(**then)
+
+
+def test_every_field_is_a_setting_of_the_function_or_of_the_layout() -> None:
+    """A new field must be put on one side."""
+    from megatron.boost.checkpoint_settings import _KINDS, _RANKS
+
+    layout = {"tp", "norm", "grouping", "recompute", "recompute_residual", "recompute_shard"}
+    layout |= {"vanilla_attention", "core_attention", "overlap", "seed"}
+    fields = {field.name for field in dataclasses.fields(LowRankConfig)}
+    assert fields - {*_KINDS, *_RANKS} <= layout
+    assert {flag_of(name) for name in (*_KINDS, *_RANKS)} <= {
+        f.name for f in flags_of(LowRankConfig)
+    }
+
+
+COLA = "--low-rank-arch cola --low-rank-rank 12 --low-rank-act gelu"
+ONE = "--train-iters 2 --save-interval 1 --exit-interval 1"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After one of two iterations."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    train(f"{COLA} {ONE} --save {folder}")
+    return folder
+
+
+def test_another_activation_is_refused_before_anything_is_built(checkpoint: Path) -> None:
+    flags = f"{COLA} --train-iters 2 --load {checkpoint} --low-rank-act silu"
+    with pytest.raises(RankFailure, match="ValueError: --low-rank-act: silu, but .* with gelu"):
+        train(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--load {} --ckpt-step 7", "--load .* --ckpt-step 7: .*nearest .*: --ckpt-step 1"),
+        ("--load {} --hidden-size 64", "--hidden-size: 64, but .* with 32"),
+        ("--load {} --low-rank-arch svd", "--low-rank-arch: svd, but .* with cola"),
+    ],
+)
+def test_refusals(checkpoint: Path, flags: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        train(f"{COLA} --train-iters 2 {flags.format(checkpoint)}")
+
+
+SIZELESS = "--normalization RMSNorm --swiglu --init-method-std 0.2 --seed 1234".split()
+
+
+def train_sizeless(flags: list[str]) -> dict[str, Any]:
+    """Trains on this rank with no flag that says what the model is."""
+    return train_here(flags, model=SIZELESS)
+
+
+@pytest.mark.slow
+def test_use_checkpoint_args_needs_no_flag_of_the_model(checkpoint: Path) -> None:
+    resumed = train(f"{COLA} --train-iters 2 --load {checkpoint}", 2)
+    flags = f"--train-iters 2 --load {checkpoint} --use-checkpoint-args"
+    layout = "--low-rank-tp vanilla --no-low-rank-grouping"
+    restored = run_ranks(train_sizeless, 2, flags.split(), init_process_group=False)
+    assert losses(restored) == losses(resumed)
+    other = run_ranks(train_sizeless, 2, f"{flags} {layout}".split(), init_process_group=False)
+    assert losses(other) == pytest.approx(losses(resumed), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--low-rank-act silu", "--low-rank-act: silu, but the checkpoint .* gelu"),
+        ("--low-rank-ratio 0.25", "--low-rank-ratio: rank 8 of q_proj, but .* rank 12"),
+        ("--tensor-model-parallel-size 3", "--num-attention-heads 4: .* nearest legal value: 3"),
+    ],
+)
+def test_use_checkpoint_args_refuses_before_anything_is_built(
+    checkpoint: Path, flags: str, message: str
+) -> None:
+    line = f"--train-iters 2 --load {checkpoint} --use-checkpoint-args {flags}"
+    ranks = 3 if "3" in flags else 1
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(train_sizeless, ranks, line.split(), init_process_group=False)

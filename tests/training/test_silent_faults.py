@@ -201,13 +201,13 @@ def norms_without_attributes() -> AbstractContextManager[None]:
 
 @contextmanager
 def megatrons_own_vocabulary() -> Iterator[None]:
-    with mock.patch("megatron.boost.builder.initialize_vocabulary"):
+    with mock.patch("boost_layers.specs.initialize_vocabulary"):
         yield
 
 
 @contextmanager
 def padded_tokens_unmasked() -> Iterator[None]:
-    with mock.patch("megatron.boost.builder.mask_padded_vocabulary"):
+    with mock.patch("boost_layers.specs.mask_padded_vocabulary"):
         yield
 
 

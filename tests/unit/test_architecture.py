@@ -14,7 +14,8 @@ FLOORS = [{"boost_layers"}, {"megatron.boost"}, {"pretrain_gpt", "tools", "bench
 # Floors within boost_layers, lowest first. A new module is placed on one before it can be used;
 # "__init__" is the package itself, which only those outside may import from.
 LAYER_FLOORS = [
-    {"communication", "config", "initialization", "ops"},
+    {"communication", "config", "initialization", "ops", "rules"},
+    {"transformer_features"},
     {"mappings", "validation"},
     {"embedding", "kept", "parameters", "vocabulary"},
     {"latent", "norm"},

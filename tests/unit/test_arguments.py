@@ -218,6 +218,37 @@ WORDS = [
         "--low-rank-arch cola",
         f"{COLA} --core-attention sdpa",
     ),
+    Refusal(
+        f"{DENSE} --low-rank-ratio 0.5",
+        "--low-rank-ratio: has no effect on full-rank layers (--low-rank-arch dense)",
+        "--low-rank-arch cola",
+        f"{COLA} --low-rank-ratio 0.5",
+    ),
+    Refusal(
+        f"{DENSE} --low-rank-tp btp",
+        "--low-rank-tp: has no effect on full-rank layers",
+        "--low-rank-arch cola",
+        f"{COLA} --low-rank-tp btp",
+    ),
+    Refusal(
+        f"{COLA} --low-rank-vanilla-attention sliced",
+        "--low-rank-vanilla-attention: has no effect under --low-rank-tp btp",
+        "--low-rank-tp vanilla",
+        f"{COLA} --low-rank-tp vanilla --low-rank-vanilla-attention sliced",
+    ),
+    Refusal(
+        f"{VANILLA} --low-rank-norm online",
+        "--low-rank-norm: has no effect under --low-rank-tp vanilla",
+        "--low-rank-tp btp",
+        f"{COLA} {TP2} --low-rank-tp btp --low-rank-norm online",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --lax-gate tensor",
+        "--lax-gate: has no effect without a latent crossing (--low-rank-arch cola)",
+        "--low-rank-arch lax",
+        "--low-rank-arch lax --lax-gate tensor",
+    ),
     Refusal(f"{VANILLA} --sequence-parallel", "--sequence-parallel: ", "leave it out", VANILLA, 2),
     Refusal(
         f"{COLA} --core-attention te",
@@ -248,6 +279,26 @@ WORDS = [
 # The named feature, and what stands for it where that is not to leave it out.
 FEATURES = {
     "--add-qkv-bias": "",
+    "--attention-backend flash": "--attention-backend auto",
+    "--batch-invariant-mode": "",
+    "--checkpoint-activations": "--recompute-activations",
+    "--delay-wgrad-compute": "",
+    "--init-model-with-meta-device": "",
+    "--fine-grained-activation-offloading": "",
+    "--log-max-attention-logit": "",
+    "--log-progress": "",
+    "--moe-router-topk 4": "",
+    "--mrope-section 2 3 3": "",
+    "--no-position-embedding": "--position-embedding-type none",
+    "--qk-clip": "",
+    "--quick-geglu": "--swiglu",
+    "--rope-type yarn": "",
+    "--save-activations-interval 5": "",
+    "--squared-relu": "--swiglu",
+    "--symmetric-ar-type two_shot": "",
+    "--tensor-parallel-num-weight-shards 2": "",
+    "--tp-comm-overlap": "",
+    "--use-transformer-engine-op-fuser": "",
     "--apply-layernorm-1p": "",
     "--apply-query-key-layer-scaling": "",
     "--apply-residual-connection-post-layernorm": "",
@@ -259,7 +310,6 @@ FEATURES = {
     "--glu-linear-offset 1": "--glu-linear-offset 0",
     "--hybrid-layer-pattern M*": "",
     "--init-method-xavier-uniform": "--init-method-std 0.02",
-    "--init-model-with-meta-device": "",
     "--mtp-num-layers 1": "",
     "--multi-latent-attention": "",
     "--no-rope-freq 2": "",
@@ -348,10 +398,11 @@ def test_what_is_proposed_is_accepted() -> None:
 def test_features_that_a_llama_block_has_not_are_refused_by_name() -> None:
     found = ask(*((2 if "context" in feature else 1, f"{COLA} {feature}") for feature in FEATURES))
     for (feature, legal), (answer, seconds) in zip(FEATURES.items(), found, strict=True):
-        flag = feature.split()[-2 if " " in feature else -1]
+        flag = [word for word in feature.split() if word.startswith("--")][-1]
         assert re.match(rf"{flag}\b.*: not supported by --low-rank-arch cola", answer), feature
         # The flag stands in the proposal where it is another one than that refused.
-        proposal = legal.removeprefix(feature.rpartition(" ")[0]).strip() or "leave it out"
+        before, _, _ = feature.rpartition(" ")
+        proposal = legal.removeprefix(before).strip() or "leave it out"
         assert answer.endswith(f"; nearest legal value: {proposal}"), answer
         assert seconds < 2
     instead = set(FEATURES.values())
@@ -392,7 +443,8 @@ def test_other_refusals_name_what_is_wrong() -> None:
         # Megatron's own words, one with a message, one without.
         f"{COLA} --max-position-embeddings 16": "Megatron refuses these flags: max_position_emb",
         "--hidden-size 30": "Megatron refuses these flags: assert args.hidden_size % ",
-        f"{COLA} --squared-relu": "Megatron refuses these flags: assert not args.swiglu",
+        "--squared-relu": "Megatron refuses these flags: assert not args.swiglu",
+        "--logits-load-dir logits": "--logits-load-dir: this script pre-trains on indexed or mock",
     }
     for (flags, expected), (answer, seconds) in zip(
         cases.items(), ask(*((1, flags) for flags in cases)), strict=True
@@ -453,6 +505,31 @@ def test_what_a_low_rank_model_needs_is_added_and_said() -> None:
         assert no_engine[0] == [*command_lines[4], *fusions]
 
 
+def rope_scaling_factors(command_lines: list[list[str]]) -> list[float]:
+    from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
+    from megatron.boost.patches import apply_always
+
+    factors = []
+    with megatron_on_cpu(), apply_always(), no_process_group():
+        from megatron.training.global_vars import unset_global_variables
+
+        from megatron.boost.training import configure
+
+        for flags in command_lines:
+            factors.append(configure(with_cpu_flags(flags)).container.model.rope_scaling_factor)
+            unset_global_variables()
+    return factors
+
+
+@pytest.mark.slow
+def test_the_factor_of_rope_scaling_reaches_the_model() -> None:
+    """Megatron 0.19 drops it on the way."""
+    scaled = [*MODEL, *DATA, *TRAINING, "--use-rope-scaling", "--rope-scaling-factor", "4"]
+    command_lines = [[*scaled, *arch.split()] for arch in ("", COLA, DENSE)]
+    (factors,) = run_ranks(rope_scaling_factors, 1, command_lines, init_process_group=False)
+    assert factors == [8.0, 4.0, 4.0]
+
+
 # The script as a user starts it.
 
 
@@ -509,7 +586,7 @@ def test_the_script_refuses_in_one_line_with_exit_code_2() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (f"{COLA} --fp16", "--fp16: not supported by --low-rank-arch cola;"),
+        (f"{COLA} --qk-layernorm", "--qk-layernorm: not supported by --low-rank-arch cola;"),
         (
             "--spec tests.support.broken_spec gpt_spec",
             "--spec tests.support.broken_spec gpt_spec: cannot be imported: ModuleNotFoundError",

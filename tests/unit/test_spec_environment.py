@@ -50,6 +50,10 @@ def test_unset_means_cola_at_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("arch=cola,grouping=0", {"arch": "cola", "grouping": False}),
         ("arch=cola,grouping=True", {"arch": "cola", "grouping": True}),
         ("arch=cola,ratio=1", {"arch": "cola", "ratio": 1.0}),
+        ("rank=64", {"arch": "cola", "rank": 64}),
+        ("", {"arch": "cola"}),
+        ("ranks=q=64;k=32,layers=0-1", {"arch": "cola", "ranks": "q=64;k=32", "layers": "0-1"}),
+        ("arch=lax,lax_base=svd", {"arch": "lax", "lax_base": "svd"}),
     ],
 )
 def test_pairs_become_settings_of_their_types(
@@ -59,6 +63,13 @@ def test_pairs_become_settings_of_their_types(
     assert found == LowRankConfig(**settings)  # type: ignore[arg-type]
     for name, value in settings.items():
         assert type(getattr(found, name)) is type(value)
+
+
+def test_defaults_fill_what_the_variable_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "rank=8")
+    assert settings_from_environment(seed=7) == LowRankConfig(arch="cola", rank=8, seed=7)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "rank=8,seed=9")
+    assert settings_from_environment(seed=7) == LowRankConfig(arch="cola", rank=8, seed=9)
 
 
 @pytest.mark.parametrize(

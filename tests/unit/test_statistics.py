@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -127,3 +129,24 @@ def test_the_norm_keeps_what_a_bf16_message_would_round() -> None:
     h = torch.ones(2, 1).bfloat16()
     _, rho = ops.normalise_latent(h, decoded(s).view(2, 1), 64, 1e-5, h.dtype)
     assert rho[0] != rho[1]
+
+
+def test_a_compiled_program_does_not_compile_the_slots() -> None:
+    """A compiler that kept the parts in fp32 would make mid and lo zero."""
+    compiled_nodes = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled_nodes.extend(node for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph.forward
+
+    def through_a_slot(s: Tensor, block: Tensor) -> Tensor:
+        ops.write_statistics(s * 2.0, block, 0)
+        return ops.read_statistics(block) * 0.5
+
+    s = torch.rand(64, 1, generator=torch.Generator().manual_seed(5)) + 1.0
+    block = torch.empty(64, ops.statistics_columns(torch.bfloat16, 1), dtype=torch.bfloat16)
+
+    assert torch.equal(torch.compile(through_a_slot, backend=backend)(s, block), s)
+    names = [str(node.target) for node in compiled_nodes]
+    assert len(names) > 3 and "unflatten" in names, "nothing was compiled"
+    assert "to" not in names and "sub" not in " ".join(names)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
 
 from boost_layers.config import LowRankConfig
 from boost_layers.specs import core_attention_class
@@ -246,6 +248,26 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         "--recompute-modules core_attn mlp",
     ),
+    (
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        "--distribute-saved-activations with --sequence-parallel",
+    ),
+    ({"attention_backend": AttnBackend.flash}, "--attention-backend flash with --core-attention"),
+    ({"flash_attention_version": 3}, "--flash-attention-version 3"),
+    ({"init_method": torch.nn.init.xavier_uniform_}, "an init_method other than N(0, "),
+    ({"init_method_std": 0.5}, "an init_method other than N(0, init_method_std²)"),
+    ({"output_layer_init_method": init_method_normal(0.02)}, "an init_method other than N(0, "),
+    ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+    ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 2"),
+    ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+    ({"batch_invariant_mode": True}, "--batch-invariant-mode"),
+    ({"qk_clip": True}, "--qk-clip"),
+    ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
+    ({"fused_residual_rmsnorm": True}, "--fused-residual-rmsnorm"),
+    ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2"),
+    ({"enable_autocast": True}, "--enable-autocast"),
+    ({"use_kitchen": True}, "--use-kitchen"),
     ({"sequence_parallel": False}, "BTP without sequence-parallel borders"),
 ]
 
@@ -269,6 +291,14 @@ def test_the_same_model_without_any_of_them_is_accepted() -> None:
     validate_model(DENSE, transformer())
     validate_model(DENSE, transformer(sequence_parallel=False))
     validate_model(BTP, transformer(sequence_parallel=False, tensor_model_parallel_size=1))
+
+
+def test_latents_that_cross_over_are_not_distributed_over_ranks() -> None:
+    lax = LowRankConfig(arch="lax", rank=16, tp="vanilla")
+    distributed = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    validate_features(VANILLA, transformer(sequence_parallel=False, **distributed))
+    with pytest.raises(ValueError, match="^--distribute-saved-activations: not supported by"):
+        validate_features(lax, transformer(sequence_parallel=False, **distributed))
 
 
 def test_vanilla_refuses_sequence_parallelism() -> None:

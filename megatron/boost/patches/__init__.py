@@ -29,6 +29,8 @@ _MODULES = (
     "distrib_optimizer_shared_step",
     "distrib_optimizer_lost_step",
     "distrib_optimizer_leaf_copy",
+    "optimizer_of_another_kind",
+    "forked_checkpoint_writer",
     "sequence_parallel_norm",
     "throughput",
     "theoretical_memory",
