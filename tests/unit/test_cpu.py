@@ -156,16 +156,34 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _megatron_surroundings() -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
     from megatron.core.datasets import utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.optimizer import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.training import one_logger_utils, theoretical_memory_usage, training
     from megatron.training.initialize import initialize_megatron
 
+    owners = {
+        "optimizer": DistributedOptimizer,
+        "fp32 optimizer": optimizer.FP32Optimizer,
+        "float16 optimizer": optimizer.Float16OptimizerWithFloat16Params,
+        "checkpoints": dist_checkpointing,
+        "async queue": AsyncCallsQueue,
+        "training": training,
+        "one logger": one_logger_utils,
+        "memory": theoretical_memory_usage,
+    }
     return {
         "compile_helpers": utils.compile_helpers,
         "defaults": initialize_megatron.__defaults__,
         "norm": WrappedTorchNorm.__new__,
-        **{f"optimizer.{name}": value for name, value in vars(DistributedOptimizer).items()},
+        **{
+            f"{title}.{name}": value
+            for title, owner in owners.items()
+            for name, value in vars(owner).items()
+        },
     }
 
 
@@ -197,6 +215,17 @@ def _check_that_all_is_undone() -> None:
         "optimizer.load_state_dict",
         "optimizer._set_main_param_and_optimizer_states",
         "optimizer.load_parameter_state_from_dp_reshardable",
+        "optimizer.sharded_state_dict",
+        "fp32 optimizer.sharded_state_dict",
+        "fp32 optimizer.load_state_dict",
+        "float16 optimizer.sharded_state_dict",
+        "float16 optimizer.load_state_dict",
+        "checkpoints.load_content_metadata",
+        "memory.report_theoretical_memory",
+        "one logger.track_e2e_metrics",
+        "training.num_floating_point_operations",
+        "training.print_rank_last",
+        "training.report_theoretical_memory",
     }
     assert left_over == set()
     with megatron_on_cpu():
