@@ -286,7 +286,6 @@ FEATURES = {
     "--init-model-with-meta-device": "",
     "--fine-grained-activation-offloading": "",
     "--log-max-attention-logit": "",
-    "--log-progress": "",
     "--moe-router-topk 4": "",
     "--mrope-section 2 3 3": "",
     "--no-position-embedding": "--position-embedding-type none",
