@@ -92,13 +92,15 @@ def die() -> None:
 
 @contextlib.contextmanager
 def killed_after_second_save() -> Iterator[None]:
-    """Context in which the rank dies as soon as its second background save has begun."""
-    from megatron.training import checkpointing
+    """Context in which the rank dies as soon as its second background save has begun, with the
+    first one complete."""
+    from megatron.training import async_utils, checkpointing
 
     upstream = checkpointing.schedule_async_save
     saves: list[Any] = []
 
     def schedule(request: Any) -> None:
+        async_utils.maybe_finalize_async_save(blocking=True)
         upstream(request)
         saves.append(request)
         if len(saves) == 2:
