@@ -83,8 +83,14 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hi
 def test_optimizer_of_another_kind(
     plain_checkpoint: tuple[Path, History], reshardable_checkpoint: tuple[Path, History]
 ) -> None:
-    assert _resumed(plain_checkpoint[0], RESHARDABLE) == plain_checkpoint[1]
-    assert _resumed(reshardable_checkpoint[0], "") == reshardable_checkpoint[1]
+    for (folder, unbroken), flags in (
+        (plain_checkpoint, RESHARDABLE),
+        (reshardable_checkpoint, ""),
+    ):
+        found = _resumed(folder, flags)
+        assert found["loss"] == unbroken["loss"]
+        # The sum of squares has another order.
+        assert found["grad_norm"] == pytest.approx(unbroken["grad_norm"], rel=1e-6)
     for folder, flags in ((plain_checkpoint[0], RESHARDABLE), (reshardable_checkpoint[0], "")):
         with pytest.raises(
             RankFailure, match="KeyError|CheckpointingException|Key.*not found|Missing"
