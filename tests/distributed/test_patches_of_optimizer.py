@@ -91,11 +91,11 @@ def test_optimizer_of_another_kind(
         assert found["loss"] == unbroken["loss"]
         # The sum of squares has another order.
         assert found["grad_norm"] == pytest.approx(unbroken["grad_norm"], rel=1e-6)
-    for folder, flags in ((plain_checkpoint[0], RESHARDABLE), (reshardable_checkpoint[0], "")):
-        with pytest.raises(
-            RankFailure, match="KeyError|CheckpointingException|Key.*not found|Missing"
-        ):
-            _resumed(folder, flags, "optimizer_of_another_kind")
+    without = "optimizer_of_another_kind"
+    with pytest.raises(RankFailure, match="KeyError|CheckpointingException"):
+        _resumed(plain_checkpoint[0], RESHARDABLE, without)
+    with pytest.raises(RankFailure, match="Could not find parameter group"):
+        _resumed(reshardable_checkpoint[0], "", without)
 
 
 def test_a_state_that_only_the_distributed_optimizer_can_read_is_refused(
