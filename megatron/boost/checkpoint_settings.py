@@ -25,7 +25,7 @@ _SIZES = (
     "num_query_groups",
     "kv_channels",
 )
-_KINDS = ("arch", "act", "mlp", "lax_base", "lax_gate", "lax_norm", "layers")
+_KINDS = ("arch", "lax_base", "act", "mlp", "lax_gate", "lax_norm", "layers")
 """Settings that change the function, other than ranks."""
 
 _RANKS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")

@@ -156,7 +156,10 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _megatron_surroundings() -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
     from megatron.core.datasets import utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.optimizer import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.training.initialize import initialize_megatron
@@ -165,8 +168,16 @@ def _megatron_surroundings() -> dict[str, Any]:
         "compile_helpers": utils.compile_helpers,
         "defaults": initialize_megatron.__defaults__,
         "norm": WrappedTorchNorm.__new__,
-        **{f"optimizer.{name}": value for name, value in vars(DistributedOptimizer).items()},
+        "metadata": dist_checkpointing.load_content_metadata,
+        **_members("optimizer", DistributedOptimizer),
+        **_members("float16", optimizer.Float16OptimizerWithFloat16Params),
+        **_members("fp32", optimizer.FP32Optimizer),
+        **_members("queue", AsyncCallsQueue),
     }
+
+
+def _members(name: str, owner: type) -> dict[str, Any]:
+    return {f"{name}.{member}": value for member, value in vars(owner).items()}
 
 
 def _left_over(context: AbstractContextManager[Any]) -> tuple[set[str], set[str]]:
@@ -193,8 +204,13 @@ def _check_that_all_is_undone() -> None:
     assert changed == {
         "compile_helpers",
         "norm",
+        "metadata",
+        *(
+            f"{kind}.{name}"
+            for kind in ("optimizer", "float16", "fp32")
+            for name in ("sharded_state_dict", "load_state_dict")
+        ),
         "optimizer.state_dict",
-        "optimizer.load_state_dict",
         "optimizer._set_main_param_and_optimizer_states",
         "optimizer.load_parameter_state_from_dp_reshardable",
     }
