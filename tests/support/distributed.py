@@ -90,7 +90,7 @@ def run_ranks(
             _watch(ranks, timeout_s)
         finally:
             for rank in ranks:
-                rank.process.kill()
+                rank.end()
             for rank in ranks:
                 rank.process.join()
         return [_from_bytes(rank.result.read_bytes()) for rank in ranks]
@@ -171,6 +171,13 @@ class _Rank:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}" if code else "ended without a result"
 
+    def end(self) -> None:
+        """Kills the rank and whatever processes it started and left."""
+        self.process.kill()
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def print_stacks(self) -> None:
         """Makes the rank write the stacks of its threads to its standard error."""
         assert self.process.pid is not None
@@ -237,6 +244,8 @@ def _rank_main(
     output: Path,
 ) -> None:
     """Body of a rank's process: from the fork to its result or failure file."""
+    # A process group of its own, by which what it starts can be ended with it.
+    os.setsid()
     _redirect_output(output)
     faulthandler.enable(2)
     faulthandler.register(_STACKS_SIGNAL, 2, all_threads=True)

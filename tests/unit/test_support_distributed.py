@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,10 @@ def _kill(rank: int) -> None:
     distributed.barrier()
 
 
+def _leave_a_process() -> int:
+    return subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL).pid
+
+
 def _exit_quietly() -> None:
     os._exit(0)
 
@@ -86,6 +91,14 @@ def _megatron_state() -> bool:
 
 def _pids(failure: RankFailure) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+)", str(failure))]
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there, and not only waits to be reaped by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _assert_gone(pids: list[int]) -> None:
@@ -135,6 +148,14 @@ def test_hanging_ranks_are_reported_with_their_stacks() -> None:
 def test_killed_rank_is_named_although_its_peers_raise() -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2 failed first: was killed by SIGKILL"):
         run_ranks(_kill, 2, 1)
+
+
+def test_what_a_rank_leaves_running_ends_with_it() -> None:
+    pids = run_ranks(_leave_a_process, 2)
+    deadline = time.monotonic() + 5
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, pids))
 
 
 def test_exit_without_a_result_is_a_failure() -> None:
