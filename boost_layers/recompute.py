@@ -70,13 +70,14 @@ class _Segment(torch.autograd.Function):
             t if t is None else t.detach().requires_grad_(wanted)
             for t, wanted in zip(saved, needed, strict=True)
         ]
-        with torch.enable_grad():
+        # Nothing may be wanted of what is frozen.
+        with torch.set_grad_enabled(any(needed)):
             y = ctx.between(*_latents_and_weights(ctx.descriptions, leaves))
         du = _tokens(du)
         dy = torch.mm(du, a).view(y.shape)
         da = torch.mm(du.t(), _tokens(y.detach()))
         wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
-        found = iter(torch.autograd.grad(y, wanted_leaves, dy))
+        found = iter(torch.autograd.grad(y, wanted_leaves, dy) if wanted_leaves else ())
         grads = [next(found) if wanted else None for wanted in needed]
         return None, None, None, None, None, da, *grads
 

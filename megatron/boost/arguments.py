@@ -109,7 +109,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
         argv = [*argv, *restored]
         arguments = with_stored_arguments(_parse_only(argv)[0])
-    if arguments.eval_interval is None and not (arguments.skip_train or arguments.full_validation):
+    if arguments.eval_interval is None:
         raise ValueError(
             "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
         )
@@ -171,10 +171,11 @@ def parse(argv: Sequence[str], defaults: dict[str, Any]) -> Settings:
 
 @contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Context in which an assertion of Megatron's about its flags becomes a ValueError."""
+    """Context in which what Megatron's checks of its flags raise becomes a ValueError: assertions,
+    and errors of arithmetic with sizes that make no sense."""
     try:
         yield
-    except AssertionError as refusal:
+    except (AssertionError, ArithmeticError, LookupError, TypeError) as refusal:
         raise ValueError(f"Megatron refuses these flags: {_reason(refusal)}") from refusal
 
 
@@ -246,7 +247,8 @@ def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:
             raise ValueError(f"{flag}: is missing and has no default")
     if arguments.lr is None and not arguments.skip_train:
         raise ValueError("--lr: is missing and has no default")
-    if not (arguments.train_iters or arguments.train_samples or arguments.skip_train):
+    iterations = arguments.train_iters or arguments.train_samples or 0
+    if iterations <= 0 and not arguments.skip_train:
         raise ValueError(
             f"--train-iters {arguments.train_iters}: there is nothing to train without a positive "
             "number of iterations (or --train-samples); nearest legal value: 1"
@@ -352,7 +354,8 @@ def _check_stages_have_layers(arguments: Namespace) -> None:
             PipelineParallelLayerLayout,
         )
 
-        stages_of_layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        with refusals_of_megatron():
+            stages_of_layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
         if not all(LayerType.decoder in stage for stage in stages_of_layout):
             raise ValueError(
                 f"--pipeline-model-parallel-layout {layout}: with --low-rank-arch lax every stage "
@@ -364,6 +367,9 @@ def _check_stages_have_layers(arguments: Namespace) -> None:
     )
     stages = arguments.pipeline_model_parallel_size
     stages *= arguments.num_virtual_stages_per_pipeline_rank or 1
+    per_stage = arguments.num_layers_per_virtual_pipeline_stage
+    if per_stage:
+        stages = (arguments.num_layers + sum(ends)) // per_stage
     if any(ends) and (arguments.num_layers + sum(ends)) // stages < 2:
         raise ValueError(
             f"--num-layers {arguments.num_layers}: with --low-rank-arch lax the stages of the "
@@ -372,9 +378,9 @@ def _check_stages_have_layers(arguments: Namespace) -> None:
         )
 
 
-def _reason(refusal: AssertionError) -> str:
-    """An assertion's message, or the asserted condition where upstream gave none."""
-    if str(refusal):
+def _reason(refusal: Exception) -> str:
+    """An assertion's message, or the line that failed where it says too little."""
+    if str(refusal) and isinstance(refusal, AssertionError):
         return str(refusal)
     frame = traceback.extract_tb(refusal.__traceback__)[-1]
     return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"

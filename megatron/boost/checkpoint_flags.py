@@ -25,6 +25,13 @@ def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
     """
     run = stored_run(arguments)
     if run is None:
+        # Object stores and other formats are left to Megatron.
+        local = arguments.load is not None and "://" not in arguments.load
+        if local and arguments.ckpt_format in (None, "torch_dist"):
+            raise ValueError(
+                f"--use-checkpoint-args: there is no checkpoint at --load {arguments.load}; "
+                "nearest legal value: leave it out until there is one"
+            )
         return []
     given = {
         flag.field: getattr(arguments, flag.destination)

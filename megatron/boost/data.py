@@ -179,7 +179,10 @@ def read_batch(batches: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        # As Megatron's own loop tells training from evaluation.
+        micro_batch_size=args.micro_batch_size
+        if torch.is_grad_enabled()
+        else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=args.mtp_num_layers is not None,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -133,8 +133,15 @@ FLAGS: dict[str, Rule] = rules(
     (refused("of --qk-layernorm"), "apply_wd_to_qk_layernorm no_weight_decay_cond_type"),
     # training
     (
+        refused(
+            "Megatron 0.19 reads it and trains with the full batch from the first iteration",
+            instead="--step-batch-size-schedule",
+        ),
+        "rampup_batch_size",
+    ),
+    (
         _SCHEDULE,
-        "micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule "
+        "micro_batch_size global_batch_size step_batch_size_schedule "
         "decrease_batch_size_if_needed empty_unused_memory_level "
         "check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval train_sync_interval "
         "train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "

@@ -63,6 +63,7 @@ def configure(argv: Sequence[str]) -> Plan:
     if run is not None:
         check_run(run, settings.low_rank, settings.megatron)
     _require_writable(settings.launch.comm_report)
+    _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:
         for line in said:
             print(f"> {line}", flush=True)
@@ -72,10 +73,23 @@ def configure(argv: Sequence[str]) -> Plan:
 def _require_writable(report: str | None) -> None:
     """Find out before the training that its report cannot be written."""
     folder = Path(report or ".").parent
+    if report and Path(report).is_dir():
+        raise ValueError(
+            f"--low-rank-comm-report {report}: is a folder; nearest legal value: "
+            f"{Path(report) / 'collectives.json'}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise ValueError(f"--low-rank-comm-report {report}: {failure}") from failure
+
+
+def _require_folder(save: str | None) -> None:
+    """Find out before the training that no checkpoint can be saved."""
+    if save is not None and "://" not in save and Path(save).exists() and not Path(save).is_dir():
+        raise ValueError(
+            f"--save {save}: is a file; nearest legal value: a folder, {Path(save).parent}"
+        )
 
 
 def train(plan: Plan, started: float | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost_layers.communication import LEDGER
@@ -166,7 +167,7 @@ def test_a_sharded_latent_costs_one_all_gather_of_each_group() -> None:
 def gathered_twice() -> tuple[bool, int]:
     """On a rank: whether two consumers of a kept tensor get all of it, and their all-gathers."""
     LEDGER.clear()
-    group = torch.distributed.group.WORLD
+    group = distributed.group.WORLD
     whole = torch.arange(24.0).view(4, 2, 3)
     kept = KeptTokens(group)
     kept.keep(whole)
@@ -179,6 +180,34 @@ def gathered_twice() -> tuple[bool, int]:
 
 def test_two_consumers_share_one_all_gather() -> None:
     assert run_ranks(gathered_twice, 2) == [(True, 1), (True, 1)]
+
+
+def gradients_of_what_is_trained(trained: str) -> list[dict[str, torch.Tensor]]:
+    """On a rank: the gradients when only the named parameters are trained, without and with."""
+    case = replace(CASES["btp"], tp=distributed.get_world_size(), dtype=torch.float32)
+    tensors = random_canonical(case.plain, seed=1, dtype=case.dtype)
+    tokens, labels = batch(52)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    found = []
+    with tensor_parallel_state(case.tp):
+        for settings in (OPTIONS["off"], OPTIONS["both"]):
+            of_option = replace(case, low_rank=replace(case.low_rank, **settings))
+            with parallel_gpt(of_option, tensors) as model:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(trained in name)
+                model(tokens, positions, None, labels=labels).mean().backward()
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                found.append({name: gradient.clone() for name, gradient in grads.items()})
+    return found
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    """Also where a segment has nothing to train but its last factor, or nothing at all."""
+    for trained in ("layers.0.self_attention.o_proj.A", "layers.1.mlp.down_proj.A", "gate_proj.B"):
+        for plain, checkpointed in run_ranks(gradients_of_what_is_trained, 2, trained):
+            assert plain and plain.keys() == checkpointed.keys()
+            for name, gradient in plain.items():
+                assert torch.equal(checkpointed[name], gradient), name
 
 
 def test_only_btp_layers_can_be_checkpointed_at_latents() -> None:

@@ -186,3 +186,11 @@ def test_fp16_with_loss_scaling_trains_to_the_losses_of_fp32(
     results = losses(trained(f"{arch} {layout} {BF16} {fp16}", ranks))
 
     assert relative_difference(results, losses(trained(f"{single} {BF16}"))) <= 5e-4
+
+
+@pytest.mark.slow
+def test_evaluation_may_have_another_micro_batch_size() -> None:
+    """What a rank reads is broadcast with a size that the others must know."""
+    evaluated = trained(f"{COLA} {TP2} --eval-interval 2 --eval-micro-batch-size 4", 2)
+
+    assert losses(evaluated) == losses(trained(f"{COLA} {TP2}", 2))

@@ -167,6 +167,27 @@ SIZES = [
         2,
     ),
     Refusal(
+        f"{LAX} {PP2} --num-layers 3 --account-for-embedding-in-pipeline-split "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers 3: with --low-rank-arch lax the stages of the embedding",
+        "7",
+        f"{LAX} {PP2} --num-layers 7 --account-for-embedding-in-pipeline-split "
+        "--num-layers-per-virtual-pipeline-stage 2",
+        2,
+    ),
+    Refusal(
+        f"{COLA} --train-iters -3",
+        "--train-iters -3: there is nothing to train",
+        "1",
+        f"{COLA} --train-iters 1",
+    ),
+    Refusal(
+        f"{COLA} --rampup-batch-size 8 8 48",
+        "--rampup-batch-size 8 8 48: not supported",
+        "--step-batch-size-schedule",
+        None,
+    ),
+    Refusal(
         f"{COLA} --num-layers 0", "--num-layers 0: must be positive", "1", f"{COLA} --num-layers 1"
     ),
     Refusal(
