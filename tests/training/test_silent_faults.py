@@ -155,8 +155,9 @@ def test_without_our_default_a_distributed_optimizer_loads_on_its_own_layout_onl
 ) -> None:
     flags = f"{COLA} --train-iters 2 --ckpt-format torch_dist --use-distributed-optimizer"
     train(f"{flags} {TP2} --save {tmp_path} --save-interval 2", 2, without_reshardable_default)
-    # The flag that upstream names does not help; that ours does is in test_resume.py.
-    with pytest.raises(RankFailure, match="--ckpt-fully-parallel-save"):
+    # Said before anything is built. (Upstream fails later and names --ckpt-fully-parallel-save,
+    # which does not help; that our default does is in test_resume.py.)
+    with pytest.raises(RankFailure, match="saved without --dist-ckpt-optim-fully-reshardable"):
         train(f"{flags} --load {tmp_path}", 2, without_reshardable_default)
 
 

@@ -103,12 +103,15 @@ def test_the_strategies_share_every_flag_but_their_own():
         return values
 
     btp, dense, vanilla = (flags(each) for each in (COLA_BTP, FULL_RANK, COLA_VANILLA))
-    own = {"--low-rank-arch", "--low-rank-tp", "--low-rank-comm-report"}
+    own = {"--low-rank-arch", "--low-rank-tp", "--low-rank-ratio", "--low-rank-comm-report"}
     for other in (dense, vanilla):
         assert {f: v for f, v in btp.items() if f not in own} == {
             f: v for f, v in other.items() if f not in own
         }
     assert (btp["--low-rank-arch"], dense["--low-rank-arch"]) == ("cola", "dense")
+    # A rank would have no effect on full-rank layers, and is refused there.
+    assert btp["--low-rank-ratio"] == vanilla["--low-rank-ratio"] == "0.25"
+    assert "--low-rank-ratio" not in dense
     assert (btp["--low-rank-tp"], vanilla["--low-rank-tp"]) == ("btp", "vanilla")
     # What the design says the demo trains.
     for flag, value in {
@@ -121,7 +124,6 @@ def test_the_strategies_share_every_flag_but_their_own():
         "--train-iters": "250",
         "--tensor-model-parallel-size": "2",
         "--nproc-per-node": "2",
-        "--low-rank-ratio": "0.25",
         "--device": "cpu",
     }.items():
         assert btp[flag] == value, flag

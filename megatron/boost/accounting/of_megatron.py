@@ -83,7 +83,9 @@ def _recompute(source: Any) -> Recompute:
     if source.recompute_granularity == "full":
         return "full"
     selected = source.recompute_granularity == "selective"
-    return "core_attention" if selected and "core_attn" in source.recompute_modules else "none"
+    # None: the command line leaves Megatron's default.
+    modules = source.recompute_modules or ["core_attn"]
+    return "core_attention" if selected and "core_attn" in modules else "none"
 
 
 def stage_layers_of_config(

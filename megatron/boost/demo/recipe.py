@@ -19,6 +19,11 @@ class Strategy:
     flags: tuple[str, ...]
 
     @property
+    def low_rank(self) -> bool:
+        """Whether its projections are factorised."""
+        return "dense" not in self.flags
+
+    @property
     def folder(self) -> str:
         """The name of the folder that its run writes to."""
         return self.key.replace("_", "-")
@@ -68,7 +73,6 @@ class Recipe:
             "max-position-embeddings": self.sequence,
             "position-embedding-type": "rope",
             "normalization": "RMSNorm",
-            "low-rank-ratio": self.rank_ratio,
             "micro-batch-size": self.micro_batch,
             "global-batch-size": self.micro_batch,
             "train-iters": self.steps,

@@ -103,6 +103,7 @@ def training_command(
         str(_from_here(repository / "pretrain_gpt.py")),
         *recipe.flags(corpus, out / "index"),
         *strategy.flags,
+        *(["--low-rank-ratio", str(recipe.rank_ratio)] if strategy.low_rank else []),
         "--low-rank-comm-report",
         str(_report_of(strategy, out)),
     ]
