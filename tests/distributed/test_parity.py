@@ -324,7 +324,7 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     for found in run_ranks(compare, tp, given):
         for name, of_case in found.items():
             ratios = {what: error / plainly[name][what] for what, error in of_case.items()}
-            # LaX's gates are so small that the errors of few numbers count.
-            limit = 3.0 if name.startswith("lax") else 2.5
+            # The errors of few numbers count in the small gates, and without φ all go on.
+            limit = 3.0 if name.startswith(("lax", "svd")) else 2.5
             assert {what: ratio for what, ratio in ratios.items() if not ratio <= limit} == {}
             assert statistics.geometric_mean(ratios.values()) <= 1.5
