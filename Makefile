@@ -9,6 +9,9 @@ installed := $(VENV)/.installed
 csrc := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 venv_fits := $(shell scripts/venv_fits.sh '$(VENV)' '$(PYTHON)' && echo yes)
 
+# Two at a time, since many wait for ranks to start; a file's tests share what they have computed.
+in_parallel := --numprocesses 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: demo test test-fast check bench help
 
@@ -16,10 +19,10 @@ demo: $(installed) ## train a CoLA model with BTP and its two baselines on CPU, 
 	@$(python) tools/demo.py
 
 test: $(installed) ## all tests that this machine can run
-	@$(python) -m pytest tests
+	@$(python) -m pytest tests $(in_parallel)
 
 test-fast: $(installed) ## the quick tier: no test marked slow
-	@$(python) -m pytest tests -m "not slow"
+	@$(python) -m pytest tests $(in_parallel) -m "not slow"
 
 check: $(installed) ## format, lint and types
 	@$(python) -m ruff format --check --quiet .
