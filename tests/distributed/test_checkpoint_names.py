@@ -139,8 +139,6 @@ def load(cases: Mapping[str, Case], folder: str) -> dict[str, tuple[dict[str, Te
     ("saved", "loaded"),
     [
         ("btp", {"btp": 1, "vanilla": 1}),
-        pytest.param("vanilla", {"btp-ungrouped": 2}, marks=pytest.mark.slow),
-        pytest.param("btp", {"btp": 4, "vanilla": 4}, marks=pytest.mark.slow),
         pytest.param("dense", {"dense": 1}, marks=pytest.mark.slow),
     ],
 )

@@ -114,12 +114,10 @@ def test_recompute_repeats_the_dropout_masks(with_dropout: list[History], recomp
     ("world_size", "layout"),
     [
         (2, f"{TP} {DROPOUT}"),
-        pytest.param(2, f"{LAYERS} {INTERLEAVED}", marks=pytest.mark.slow),
         (2, OVERLAP),
         pytest.param(2, f"--bf16 {OVERLAP} {RESHARDABLE}", marks=pytest.mark.slow),
-        pytest.param(1, "--bf16 --async-save", marks=pytest.mark.slow),
     ],
-    ids=["tp-dropout", "interleaved", "distributed-optimizer", "bf16-reshardable", "async-save"],
+    ids=["tp-dropout", "distributed-optimizer", "bf16-reshardable"],
 )
 def test_a_resumed_run_equals_the_unbroken_one(
     tmp_path: Path, world_size: int, layout: str

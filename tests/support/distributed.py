@@ -28,9 +28,17 @@ import torch
 from torch import distributed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Ours are left out: a module that does not import must fail the case that uses it, not the server.
+# The project's are left out: a module that does not import must fail the case that uses it, not the
+# server.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "megatron.core", "megatron.training", "megatron.core.tokenizers.text", "pytest"]
+    [
+        "torch",
+        "megatron.core",
+        "megatron.training",
+        "megatron.core.tokenizers.text",
+        "pytest",
+        "tests.support.upstream_flags",
+    ]
 )
 
 _STACKS_SIGNAL = signal.SIGUSR1

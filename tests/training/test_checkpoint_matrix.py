@@ -83,7 +83,6 @@ LAYOUTS = [Layout(**setting) for setting in WALK]
 WIDE_LAYOUTS = [
     Layout(4, "2", "grouped", "vanilla", "distributed"),
     Layout(4, "interleaved", "apart", "btp", "plain"),
-    Layout(1, "1", "grouped", "vanilla", "distributed"),
 ]
 
 Runs = list[list[dict[str, Any]]]

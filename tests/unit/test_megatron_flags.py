@@ -101,7 +101,8 @@ def other_value(action: Action, legal: set[str]) -> list[str] | None:
         return others[:1] or None
     converters = {int: "7", float: "0.375", str: "word", None: "word"}
     if action.type in converters:
-        return [converters[action.type]]
+        number = action.nargs if isinstance(action.nargs, int) else 1
+        return [converters[action.type]] * number
     return {
         "window_size": ["4,0"],
         "window_attn_skip_freq": ["2"],
