@@ -324,7 +324,12 @@ def test_bf16_is_about_as_exact_as_a_plain_model_in_bf16(tp: int) -> None:
     for found in run_ranks(compare, tp, given):
         for name, of_case in found.items():
             ratios = {what: error / plainly[name][what] for what, error in of_case.items()}
-            # The errors of few numbers count in the small gates, and without φ all go on.
             limit = 3.0 if name.startswith(("lax", "svd")) else 2.5
-            assert {what: ratio for what, ratio in ratios.items() if not ratio <= limit} == {}
+            # Gates and norms of latents are a few numbers, whose errors are not averaged.
+            wrong = {
+                what: ratio
+                for what, ratio in ratios.items()
+                if not ratio <= (5.0 if ".gate_" in what or ".norm_" in what else limit)
+            }
+            assert wrong == {}
             assert statistics.geometric_mean(ratios.values()) <= (1.75 if limit > 2.5 else 1.5)
