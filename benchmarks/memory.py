@@ -7,37 +7,26 @@ strategy without, and the collectives that are issued again. README.md says how 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 
 # Run from a checkout, the package may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, merged, summarise
-from benchmarks.iteration import (
-    REPOSITORY,
-    RESULTS,
-    benchmark_parser,
-    described_device,
-    end_ranks_on_signals,
-    refuse_impossible,
-)
 from benchmarks.models import race_with_memory
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import Ratio, number, ratio, steps_csv, table, write_new
-from benchmarks.variants import CHECKPOINTED, FULL_SIZES, QUICK_SIZES, Variant
-from megatron.boost.command_line import run_tool, write_json
-from megatron.boost.machine import describe_machine
+from benchmarks.report import Ratio, number, ratio, steps_csv, table
+from benchmarks.variants import CHECKPOINTED, FULL_SIZES, Variant
+from megatron.boost.command_line import run_tool
 
 TARGETS = {"btp_latent": 22.5, "btp_latent_residual": 18.5}
 """MiB per layer at the full sizes in fp32, TP 2."""
 TIME_TARGET = 1.16
 """Of `btp_latent` over `btp`, there too."""
-_STEPS, _QUICK_STEPS = 8, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +75,10 @@ class MemoryReport:
         ]
         return "\n\n".join(sections) + "\n"
 
+    def csv(self) -> str:
+        """Every recorded step, one a line, with whether it counts."""
+        return steps_csv(self.steps)
+
     def _cells(self) -> Iterable[list[str]]:
         for variant, plain, time in self.rows():
             key = variant.key
@@ -119,25 +112,14 @@ def main(argv: Sequence[str] | None) -> None:
     Raises:
         ValueError: for a device that is not there, and sizes that TP does not divide.
     """
-    parser = benchmark_parser(__doc__ or "", _STEPS, _QUICK_STEPS)
+    parser = benchmark_parser(
+        "Measure what a layer keeps for backward, and what it costs to keep less.", steps=8
+    )
     args = parser.parse_args(argv)
-    sizes = QUICK_SIZES if args.quick else FULL_SIZES
-    steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
-    results = args.results or (None if args.quick else RESULTS)
-    refuse_impossible(args.tp, args.device, sizes)
-    end_ranks_on_signals()
-    machine = describe_machine(REPOSITORY)
-    settings = {
-        "tp": args.tp,
-        "dtype": args.dtype,
-        "device": described_device(args.device, args.tp),
-        "cuda": "measured" if args.device == "cuda" else "not measured",
-        **asdict(sizes),
-        "load_average_before": round(os.getloadavg()[0], 2),
-    }
+    sizes, machine, settings = begin(args)
     variants = [each for plain, others in CHECKPOINTED.items() for each in (plain, *others)]
     by_rank = run_on_ranks(
-        race_with_memory, args.tp, args.device, variants, sizes, args.dtype, steps
+        race_with_memory, args.tp, args.device, variants, sizes, args.dtype, args.steps
     )
     report = MemoryReport(
         settings=settings,
@@ -147,14 +129,7 @@ def main(argv: Sequence[str] | None) -> None:
         again=by_rank[0][2],
         targets_apply=(sizes, args.tp, args.dtype, args.device) == (FULL_SIZES, 2, "fp32", "cpu"),
     )
-    print(f"\n{report.markdown()}")
-    if results is not None:
-        stem = f"memory-{datetime.now(UTC):%Y%m%d-%H%M%S}-{machine['commit']}"
-        contents = {".md": report.markdown(), ".csv": steps_csv(report.steps)}
-        for path in write_new(results, stem, contents):
-            print(f"written: {os.path.relpath(path)}")
-    if args.json is not None:
-        write_json(args.json, report.flat())
+    publish("memory", report, args)
 
 
 if __name__ == "__main__":

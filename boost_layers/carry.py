@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from boost_layers.config import PROJECTIONS
-from boost_layers.latent import Latent, activated
+from boost_layers.latent import Latent, LatentKind, activated
 from boost_layers.mappings import gather_replicated, split_replicated
 
 if TYPE_CHECKING:
@@ -91,6 +91,6 @@ def unpack(
     widths = [sum(ranks) for ranks in groups]
     return x.contiguous(), [
         # Contiguous, so that what is computed from it is the same to the bit as within a stage.
-        Latent(part.contiguous(), ranks, "identity")
+        Latent(part.contiguous(), LatentKind(ranks, "identity"))
         for part, ranks in zip(z.split(widths, dim=-1), groups, strict=True)
     ]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 Arch = Literal["none", "dense", "cola", "svd", "lax"]
@@ -24,6 +24,9 @@ CoreAttention = Literal["auto", "te", "sdpa", "local"]
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
+
+LAX_SETTINGS = ("lax_base", "lax_gate", "lax_norm")
+"""Fields of `LowRankConfig` that only a latent crossing gives a meaning."""
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -147,7 +150,7 @@ class LowRankConfig:
     def _check_idle(self) -> None:
         """Refuse settings that would be without effect beside the others."""
         defaults = {setting.name: setting.default for setting in fields(self)}
-        for name in ("lax_base", "lax_gate", "lax_norm"):
+        for name in LAX_SETTINGS:
             if self.arch != "lax" and getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"{flag_of(name)} {getattr(self, name)}: --low-rank-arch {self.arch} has no "
@@ -229,9 +232,7 @@ class LowRankConfig:
         where `layers` leaves it out."""
         if self.layers is None or not self.low_rank or index in self._layer_range():
             return self
-        return replace(
-            self, arch="dense", act="auto", mlp="auto", layers=None, **_no_low_rank_options()
-        )
+        return LowRankConfig(arch="dense", core_attention=self.core_attention, seed=self.seed)
 
     @property
     def first_layer(self) -> int:
@@ -292,13 +293,6 @@ class LowRankConfig:
         if getattr(self, specific) is not None:
             return flag_of(specific)
         return flag_of("rank") if self.rank is not None else flag_of("ratio")
-
-
-def _no_low_rank_options() -> dict[str, Any]:
-    """The options that mean something for low-rank layers only, at their defaults."""
-    lax = ("lax_base", "lax_gate", "lax_norm")
-    recompute = ("recompute", "recompute_residual", "recompute_shard")
-    return {name: LowRankConfig.__dataclass_fields__[name].default for name in (*lax, *recompute)}
 
 
 def flag_of(field_name: str) -> str:

@@ -6,7 +6,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost_layers.initialization import shard_of
-from boost_layers.mappings import gather_along
+from boost_layers.mappings import as_tokens, gather_along
+
+
+def to_save(value: Tensor, kept: KeptTokens | None) -> tuple[Tensor | None, KeptTokens | None]:
+    """What a Function saves of a replicated tensor `[s, b, w]`: the tensor, or where its share is
+    kept, of which it becomes a consumer."""
+    return (value, None) if kept is None else (None, kept.add_consumer())
+
+
+def restored(value: Tensor | None, kept: KeptTokens | None) -> Tensor:
+    """The tensor as `[n, w]` from what `to_save` gave. With a share, one all-gather for all of its
+    consumers."""
+    if kept is not None:
+        return kept.whole()
+    assert value is not None
+    return as_tokens(value)
 
 
 class KeptTokens:
@@ -35,7 +50,7 @@ class KeptTokens:
     def keep(self, whole: Tensor) -> None:
         """Take this rank's tokens of `[s, b, w]` or `[n, w]`."""
         group = self.group
-        tokens = whole.detach().view(-1, whole.shape[-1])
+        tokens = as_tokens(whole.detach())
         self._share = shard_of(tokens, 0, group.rank(), group.size()).clone()
 
     def add_consumer(self) -> KeptTokens:

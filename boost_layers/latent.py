@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from boost_layers import ops
-from boost_layers.kept import KeptTokens
+from boost_layers.kept import KeptTokens, restored, to_save
+from boost_layers.mappings import as_tokens
 
 if TYPE_CHECKING:
     from boost_layers.config import LowRankConfig
@@ -27,48 +28,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Latents of grouped projections side by side before φ: z = φ(Norm(value)).
+class LatentKind:
+    """How z is made of w: z = φ(Norm(w)), for latents of grouped projections side by side."""
 
-    It stands for z wherever z is consumed, and its consumers compute z themselves.
-    """
-
-    value: Tensor
-    """w, `[s, b, Σ r_i]`."""
     ranks: tuple[int, ...]
     activation: str
     norm: str = "none"
-    norm_weight: Tensor | None = None
-    """`[Σ r_i]`; None without a norm."""
-    norm_bias: Tensor | None = None
-    """`[Σ r_i]`; None unless the norm is a layernorm."""
-    kept: KeptTokens | None = None
-    """Where consumers find `value` in backward, if they shall not keep it themselves."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What autograd must see."""
-        return self.value, self.norm_weight, self.norm_bias
-
-    @property
-    def description(self) -> LatentDescription:
-        """Everything else."""
-        return LatentDescription(self.ranks, self.activation, self.norm)
-
-
-@dataclass(frozen=True)
-class LatentDescription:
-    """A `Latent` without its tensors."""
-
-    ranks: tuple[int, ...]
-    activation: str
-    norm: str
-
-    def with_tensors(
-        self, value: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
-    ) -> Latent:
-        """The latent whose `description` this is."""
-        return Latent(value, self.ranks, self.activation, self.norm, norm_weight, norm_bias)
 
     def activate(self, w: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """z from w, `[n, Σ r_i]` → the same."""
@@ -81,6 +46,27 @@ class LatentDescription:
         return ops.activate_latent_backward(
             dz, w, self.ranks, self.activation, self.norm, weight, bias
         )
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A latent before φ. It stands for z wherever z is consumed, and its consumers compute z
+    themselves."""
+
+    value: Tensor
+    """w, `[s, b, Σ r_i]`."""
+    kind: LatentKind
+    norm_weight: Tensor | None = None
+    """`[Σ r_i]`; None without a norm."""
+    norm_bias: Tensor | None = None
+    """`[Σ r_i]`; None unless the norm is a layernorm."""
+    kept: KeptTokens | None = None
+    """Where consumers find `value` in backward, if they shall not keep it themselves."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What autograd must see."""
+        return self.value, self.norm_weight, self.norm_bias
 
 
 @dataclass(frozen=True)
@@ -100,29 +86,31 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        description: LatentDescription,
+        kind: LatentKind,
+        kept: KeptTokens | None,
         value: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.description = description
-        ctx.save_for_backward(value, weight, bias)
-        return description.activate(_tokens(value), weight, bias).view(value.shape)
+        ctx.kind, ctx.shape = kind, value.shape
+        saved, ctx.kept = to_save(value, kept)
+        ctx.save_for_backward(saved, weight, bias)
+        return kind.activate(as_tokens(value), weight, bias).view(value.shape)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         value, weight, bias = ctx.saved_tensors
         # Contiguous, so that the gradient has the same bits whether z went by itself or packed.
-        dz = _tokens(dz).contiguous()
-        dw, *dnorm = ctx.description.activate_backward(dz, _tokens(value), weight, bias)
-        return None, dw.view(value.shape), *dnorm
+        dz = as_tokens(dz).contiguous()
+        dw, *dnorm = ctx.kind.activate_backward(dz, restored(value, ctx.kept), weight, bias)
+        return None, None, dw.view(ctx.shape), *dnorm
 
 
 def activated(latent: Latent) -> Tensor:
     """z itself, `[s, b, Σ r_i]`. No collective."""
-    if latent.norm == "none" and latent.activation == "identity":
+    if latent.kind.norm == "none" and latent.kind.activation == "identity":
         return latent.value
-    return _Activate.apply(latent.description, *latent.tensors)
+    return _Activate.apply(latent.kind, latent.kept, *latent.tensors)
 
 
 class _Cross(torch.autograd.Function):
@@ -133,7 +121,7 @@ class _Cross(torch.autograd.Function):
     def forward(
         ctx: Any,
         u: Tensor,
-        description: LatentDescription,
+        kind: LatentKind,
         kept: KeptTokens | None,
         gate: str,
         value: Tensor,
@@ -141,34 +129,30 @@ class _Cross(torch.autograd.Function):
         norm_bias: Tensor | None,
         *gate_weights: Tensor,
     ) -> Tensor:
-        ctx.description, ctx.gate, ctx.shape = description, gate, value.shape
-        ctx.kept = kept.add_consumer() if kept is not None else None
-        ctx.save_for_backward(
-            value if kept is None else None, norm_weight, norm_bias, *gate_weights
-        )
-        z = description.activate(_tokens(value), norm_weight, norm_bias)
+        ctx.kind, ctx.gate, ctx.shape = kind, gate, value.shape
+        saved, ctx.kept = to_save(value, kept)
+        ctx.save_for_backward(saved, norm_weight, norm_bias, *gate_weights)
+        z = kind.activate(as_tokens(value), norm_weight, norm_bias)
         gated = [
             ops.apply_gate(part, gate, weights)
-            for part, weights in _by_member(z, description.ranks, gate_weights)
+            for part, weights in _by_member(z, kind.ranks, gate_weights)
         ]
-        return (_tokens(u) + torch.cat(gated, dim=1)).view(u.shape)
+        return (as_tokens(u) + torch.cat(gated, dim=1)).view(u.shape)
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Any, ...]:
         value, norm_weight, norm_bias, *gate_weights = ctx.saved_tensors
-        if value is None:
-            value = ctx.kept.whole()
-        tokens, description = _tokens(value), ctx.description
-        z = description.activate(tokens, norm_weight, norm_bias)
+        tokens, kind = restored(value, ctx.kept), ctx.kind
+        z = kind.activate(tokens, norm_weight, norm_bias)
         dparts: list[Tensor] = []
         dgates: list[Tensor] = []
-        grads = _tokens(dw).split(list(description.ranks), dim=1)
-        members = _by_member(z, description.ranks, gate_weights)
+        grads = as_tokens(dw).split(list(kind.ranks), dim=1)
+        members = _by_member(z, kind.ranks, gate_weights)
         for dg, (part, weights) in zip(grads, members, strict=True):
             dpart, of_weights = ops.apply_gate_backward(dg.contiguous(), part, ctx.gate, weights)
             dparts.append(dpart)
             dgates += of_weights
-        dvalue, *dnorm = description.activate_backward(
+        dvalue, *dnorm = kind.activate_backward(
             torch.cat(dparts, dim=1), tokens, norm_weight, norm_bias
         )
         return dw, None, None, None, dvalue.view(ctx.shape), *dnorm, *dgates
@@ -187,13 +171,7 @@ def cross(u: Tensor, previous: Latent, gate: str, gate_weights: Sequence[Tensor]
     No collective. Backward: du = dw; dz₋₁ and the gate's gradients from dw and z₋₁, which is
     computed again. All of them are whole on every rank.
     """
-    return _Cross.apply(
-        u, previous.description, previous.kept, gate, *previous.tensors, *gate_weights
-    )
-
-
-def _tokens(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return _Cross.apply(u, previous.kind, previous.kept, gate, *previous.tensors, *gate_weights)
 
 
 def _by_member(
@@ -229,24 +207,15 @@ class LayerLatents:
             factors: those projections' tensors.
             kept: where u is kept, for consumers that shall not keep it themselves.
         """
-        latent = Latent(
-            u, tuple(each.rank for each in factors), self.low_rank.activation, kept=kept
-        )
+        kind = LatentKind(tuple(each.rank for each in factors), self.low_rank.activation)
+        latent = Latent(u, kind, kept=kept)
         if self.previous is not None:
             before = self.previous[len(self.current)]
             gate_weights = [weight for each in factors for weight in each.gate]
             w = cross(u, before, self.low_rank.lax_gate, gate_weights)
-            latent = replace(latent, value=w, kept=KeptTokens.of(w, kept))
-            if self.low_rank.lax_norm != "none":
-                norm = [
-                    torch.cat(tensors)
-                    for tensors in zip(*(each.norm for each in factors), strict=True)
-                ]
-                latent = replace(
-                    latent,
-                    norm=self.low_rank.lax_norm,
-                    norm_weight=norm[0],
-                    norm_bias=norm[1] if len(norm) > 1 else None,
-                )
+            norms = zip(*(each.norm for each in factors), strict=True)
+            weight, bias, *_ = (*(torch.cat(members) for members in norms), None, None)
+            kind = replace(kind, norm=self.low_rank.lax_norm)
+            latent = Latent(w, kind, weight, bias, KeptTokens.of(w, kept))
         self.current.append(latent)
         return latent

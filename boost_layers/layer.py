@@ -26,6 +26,7 @@ from megatron.core.utils import make_viewless_tensor
 from boost_layers.carry import latent_groups, pack, unpack, width_between_stages
 from boost_layers.communication import LEDGER
 from boost_layers.latent import LayerLatents
+from boost_layers.place import LayerPlace
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,21 +73,21 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         in_stage = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
         self.layer_number = layer_number + offset
         index = self.layer_number - 1
-        self.place = _Place(
-            low_rank,
-            index=index,
-            layers=config.num_layers,
-            first_in_stage=layer_number == 1,
-            last_in_stage=layer_number == in_stage,
+        self.place = place = LayerPlace(low_rank, index, config.num_layers)
+        self.low_rank = place.here
+        self.packed_by_stage = low_rank.crossing and layer_number == 1 and place.before is not None
+        """Whether the input comes from another stage, with columns for latents."""
+        self.packs_for_stage = (
+            low_rank.crossing and layer_number == in_stage and place.after is not None
         )
-        self.low_rank = low_rank.of_layer(index)
+        """Whether the output goes to another stage."""
         self.tp_group = groups.tp
         prefix = f"decoder.layers.{index}"
 
         self.projections = build_module(
             submodules.projections, config=config, low_rank=self.low_rank, tp_group=groups.tp
         )
-        self.enters_by_sequence = self.place.enters_by_sequence
+        self.enters_by_sequence = place.enters_by_sequence
         """Whether the first hidden-sharded layer gets a share of the sequence and must turn it into
         one of hidden; a builder that has done so already says False."""
         self.input_layernorm = self.projections.norm()
@@ -99,7 +100,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             layer_number=self.layer_number,
             prefix=f"{prefix}.self_attention",
             pg_collection=groups,
-            crosses=self.place.crosses,
+            crosses=place.crosses,
         )
         self.pre_mlp_layernorm = self.projections.norm()
         self.mlp = build_module(
@@ -108,7 +109,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             low_rank=self.low_rank,
             projections=self.projections,
             prefix=f"{prefix}.mlp",
-            crosses=self.place.crosses,
+            crosses=place.crosses,
         )
 
     def forward(
@@ -170,29 +171,29 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
     def _arrive(self, x: Tensor, context: Any) -> tuple[Tensor, Sequence[Latent] | None]:
         """The residual stream, and the latents of the layer before where they cross over."""
         place, hidden_size = self.place, self.config.hidden_size
-        if place.packed_by_stage and not place.crosses:
+        if self.packed_by_stage and not place.crosses:
             return x[..., :hidden_size].contiguous(), None
-        if place.packed_by_stage or (place.crosses and self._packs_all):
+        if self.packed_by_stage or (place.crosses and self._packs_all):
             return unpack(
                 x,
                 hidden_size,
                 latent_groups(self.low_rank, hidden_size),
                 self.tp_group,
-                by_rows=self.projections.hidden_sharded,
-                share=place.packed_by_stage,
+                by_rows=self.low_rank.hidden_sharded,
+                share=self.packed_by_stage,
             )
         return x, context if place.crosses else None
 
     def _depart(self, x: Tensor, latents: Sequence[Latent]) -> tuple[Tensor, Any]:
         """The residual stream, with the latents in it where they cannot go beside it."""
         place, group = self.place, self.tp_group
-        by_rows = self.projections.hidden_sharded
-        if place.packs_for_stage and not place.hands_on:
+        by_rows = self.low_rank.hidden_sharded
+        if self.packs_for_stage and not place.hands_on:
             # Every stage's tensor has the same width, also where nothing crosses over.
             width = width_between_stages(place.low_rank, self.config.hidden_size, group.size())
             return torch.cat([x, x.new_zeros(*x.shape[:-1], width)], dim=-1), None
-        if place.packs_for_stage or (place.hands_on and self._packs_all):
-            packed = pack(x, latents, group, by_rows=by_rows, share=place.packs_for_stage)
+        if self.packs_for_stage or (place.hands_on and self._packs_all):
+            packed = pack(x, latents, group, by_rows=by_rows, share=self.packs_for_stage)
             return packed, None
         return x, latents if place.hands_on else None
 
@@ -201,38 +202,3 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         """Whether latents are packed within a stage too: full recomputation passes on one tensor
         and drops the context."""
         return self.config.recompute_granularity == "full"
-
-
-class _Place:
-    """Where a layer stands, in the model and in its pipeline stage, as far as it matters to what
-    the layers before and after it are."""
-
-    def __init__(
-        self,
-        low_rank: LowRankConfig,
-        *,
-        index: int,
-        layers: int,
-        first_in_stage: bool,
-        last_in_stage: bool,
-    ):
-        self.low_rank = low_rank
-        here = low_rank.of_layer(index)
-        before = low_rank.of_layer(index - 1) if index > 0 else None
-        after = low_rank.of_layer(index + 1) if index + 1 < layers else None
-        self.crosses = here.crossing and before is not None and before.crossing
-        """Latents of the layer before cross over into this one."""
-        self.hands_on = here.crossing and after is not None and after.crossing
-        """This layer's latents cross over into the next."""
-        self.packed_by_stage = low_rank.crossing and first_in_stage and before is not None
-        """The input comes from another stage, with columns for latents."""
-        self.packs_for_stage = low_rank.crossing and last_in_stage and after is not None
-        """The output goes to another stage."""
-        self.enters_by_sequence = here.hidden_sharded and not (
-            before is not None and before.hidden_sharded
-        )
-        """The layer before leaves a share of the sequence, this one takes one of hidden."""
-        self.leaves_by_sequence = here.hidden_sharded and (
-            after is not None and not after.hidden_sharded
-        )
-        """This layer has a share of hidden, the next takes one of the sequence."""

@@ -17,6 +17,11 @@ from boost_layers import communication
 from boost_layers.initialization import shard_of
 
 
+def as_tokens(x: Tensor) -> Tensor:
+    """`[s, b, k]` → `[n, k]` with n = s·b; a view where x is contiguous."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _sequence_to_hidden(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
     tp_size = group.size()
     s_local, b, d = x.shape

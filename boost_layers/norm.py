@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from boost_layers import ops
-from boost_layers.mappings import hidden_to_sequence
+from boost_layers.mappings import as_tokens, hidden_to_sequence
 from boost_layers.parameters import ShardedWeights, parameter_device
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class NormWeight(ShardedWeights):
 class _ResidualRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = as_tokens(x)
         normed, rho = ops.rms_norm(tokens, gamma, eps)
         ctx.save_for_backward(x, gamma, rho)
         return x.view_as(x), normed.view(x.shape)

@@ -20,15 +20,12 @@ from torch import Tensor
 
 from boost_layers import communication
 from boost_layers.communication import LEDGER
-from boost_layers.kept import KeptTokens
-from boost_layers.latent import Latent, LatentDescription
+from boost_layers.kept import KeptTokens, restored, to_save
+from boost_layers.latent import Latent, LatentKind
+from boost_layers.mappings import as_tokens
 
 Between = Callable[[Sequence[Latent], Sequence[Tensor]], Tensor]
 """Latents and the up-projections' weights → this rank's input of the down-projection."""
-
-
-def _tokens(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 class _Segment(torch.autograd.Function):
@@ -36,24 +33,24 @@ class _Segment(torch.autograd.Function):
     def forward(
         ctx: Any,
         between: Between,
-        descriptions: Sequence[LatentDescription],
+        kinds: Sequence[LatentKind],
         kept: Sequence[KeptTokens | None],
         opens_layer: bool,
         group: dist.ProcessGroup,
         a: Tensor,
         *tensors: Tensor | None,
     ) -> Tensor:
-        latents, weights = _latents_and_weights(descriptions, tensors)
+        latents, weights = _latents_and_weights(kinds, tensors)
         y = between(latents, weights)
-        u = torch.mm(_tokens(y), a.t())
+        u = torch.mm(as_tokens(y), a.t())
         communication.all_reduce(u, group, communication.current_phase())
-        ctx.between, ctx.descriptions, ctx.opens_layer = between, descriptions, opens_layer
+        ctx.between, ctx.kinds, ctx.opens_layer = between, kinds, opens_layer
         ctx.shape = y.shape[:-1]
-        ctx.kept = [each.add_consumer() if each is not None else None for each in kept]
-        saved = list(tensors)
-        for i, each in enumerate(kept):
-            if each is not None:
-                saved[3 * i] = None
+        saved, ctx.kept = list(tensors), []
+        for latent, each in zip(latents, kept, strict=True):
+            value, consumed = to_save(latent.value, each)
+            saved[3 * len(ctx.kept)] = value
+            ctx.kept.append(consumed)
         ctx.save_for_backward(a, *saved)
         return u.view(*y.shape[:-1], -1)
 
@@ -63,8 +60,7 @@ class _Segment(torch.autograd.Function):
             LEDGER.layer_passes["recompute"] += 1
         a, *saved = ctx.saved_tensors
         for i, each in enumerate(ctx.kept):
-            if each is not None:
-                saved[3 * i] = each.whole().view(*ctx.shape, -1)
+            saved[3 * i] = restored(saved[3 * i], each).view(*ctx.shape, -1)
         needed = ctx.needs_input_grad[-len(saved) :]
         leaves = [
             t if t is None else t.detach().requires_grad_(wanted)
@@ -72,10 +68,10 @@ class _Segment(torch.autograd.Function):
         ]
         # Nothing may be wanted of what is frozen.
         with torch.set_grad_enabled(any(needed)):
-            y = ctx.between(*_latents_and_weights(ctx.descriptions, leaves))
-        du = _tokens(du)
+            y = ctx.between(*_latents_and_weights(ctx.kinds, leaves))
+        du = as_tokens(du)
         dy = torch.mm(du, a).view(y.shape)
-        da = torch.mm(du.t(), _tokens(y.detach()))
+        da = torch.mm(du.t(), as_tokens(y.detach()))
         wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
         found = iter(torch.autograd.grad(y, wanted_leaves, dy) if wanted_leaves else ())
         grads = [next(found) if wanted else None for wanted in needed]
@@ -83,15 +79,15 @@ class _Segment(torch.autograd.Function):
 
 
 def _latents_and_weights(
-    descriptions: Sequence[LatentDescription], tensors: Sequence[Tensor | None]
+    kinds: Sequence[LatentKind], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Latent], Sequence[Any]]:
     """Three tensors for each latent, then the weights."""
     latents = []
-    for i, description in enumerate(descriptions):
+    for i, kind in enumerate(kinds):
         value, norm_weight, norm_bias = tensors[3 * i : 3 * i + 3]
         assert value is not None
-        latents.append(description.with_tensors(value, norm_weight, norm_bias))
-    return latents, tensors[3 * len(descriptions) :]
+        latents.append(Latent(value, kind, norm_weight, norm_bias))
+    return latents, tensors[3 * len(kinds) :]
 
 
 def segment(
@@ -122,6 +118,6 @@ def segment(
     and dA = duᵀ·y, no collective; then the backward of `between` with its own collectives.
     """
     tensors = [tensor for latent in latents for tensor in latent.tensors]
-    descriptions = [latent.description for latent in latents]
+    kinds = [latent.kind for latent in latents]
     kept = [latent.kept for latent in latents]
-    return _Segment.apply(between, descriptions, kept, opens_layer, group, a, *tensors, *weights)
+    return _Segment.apply(between, kinds, kept, opens_layer, group, a, *tensors, *weights)

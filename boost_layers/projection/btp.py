@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 class BtpProjections(nn.Module):
     """How a layer's projections are laid out and computed under BTP; holds no parameters."""
 
-    hidden_sharded = True
-    attention_sharded = True
-
     def __init__(
         self, config: TransformerConfig, low_rank: LowRankConfig, tp_group: dist.ProcessGroup
     ):

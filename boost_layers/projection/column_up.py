@@ -14,13 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost_layers import communication, ops
-from boost_layers.kept import KeptTokens
-from boost_layers.latent import Latent, LatentDescription
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """`[s, b, k]` → `[n, k]`, a view where x is contiguous."""
-    return x.reshape(-1, x.shape[-1])
+from boost_layers.kept import KeptTokens, restored, to_save
+from boost_layers.latent import Latent, LatentKind
+from boost_layers.mappings import as_tokens
 
 
 class _Up(torch.autograd.Function):
@@ -29,7 +25,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        description: LatentDescription,
+        kind: LatentKind,
         kept: KeptTokens | None,
         residual: Tensor | None,
         batched: bool,
@@ -39,37 +35,34 @@ class _Up(torch.autograd.Function):
         norm_bias: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        z = description.activate(_tokens(value), norm_weight, norm_bias)
+        z = kind.activate(as_tokens(value), norm_weight, norm_bias)
         if residual is None:
             ys = ops.project_up(z, weights, batched=batched)
         else:
-            ys = (torch.addmm(_tokens(residual), z, weights[0].t()),)
-        ctx.description, ctx.group, ctx.shape = description, group, value.shape
+            ys = (torch.addmm(as_tokens(residual), z, weights[0].t()),)
+        ctx.kind, ctx.group, ctx.shape = kind, group, value.shape
         ctx.has_residual = residual is not None
-        ctx.kept = kept.add_consumer() if kept is not None else None
-        saved = value if kept is None else None
+        saved, ctx.kept = to_save(value, kept)
         ctx.save_for_backward(saved, norm_weight, norm_bias, *weights)
         return tuple(y.view(*value.shape[:-1], -1) for y in ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         value, norm_weight, norm_bias, *weights = ctx.saved_tensors
-        tokens = _tokens(value) if ctx.kept is None else ctx.kept.whole()
-        grads = [_tokens(dy) for dy in dys]
+        tokens = restored(value, ctx.kept)
+        grads = [as_tokens(dy) for dy in dys]
         widths = [b.shape[1] for b in weights]
         dz = torch.empty_like(tokens)
         for part, dy, b in zip(dz.split(widths, dim=1), grads, weights, strict=True):
             torch.mm(dy, b, out=part)
         pending = communication.start_all_reduce(dz, ctx.group, "backward")
-        z = ctx.description.activate(tokens, norm_weight, norm_bias)
+        z = ctx.kind.activate(tokens, norm_weight, norm_bias)
         dweights = [
             torch.mm(dy.t(), part) for part, dy in zip(z.split(widths, dim=1), grads, strict=True)
         ]
         # Waited for here, not by a later consumer: with LaX the gradient that comes from the next
         # layer's gate is added to this one, and it is whole already.
-        dw, *dnorm = ctx.description.activate_backward(
-            pending.wait(), tokens, norm_weight, norm_bias
-        )
+        dw, *dnorm = ctx.kind.activate_backward(pending.wait(), tokens, norm_weight, norm_bias)
         dresidual = dys[0] if ctx.has_residual else None
         return None, None, dresidual, None, None, dw.view(ctx.shape), *dnorm, *dweights
 
@@ -100,6 +93,4 @@ def up(
     then through Norm and φ. Only the latent's value is kept; z is computed again.
     """
     assert residual is None or len(weights) == 1
-    return _Up.apply(
-        latent.description, latent.kept, residual, batched, group, *latent.tensors, *weights
-    )
+    return _Up.apply(latent.kind, latent.kept, residual, batched, group, *latent.tensors, *weights)

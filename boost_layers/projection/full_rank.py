@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boost_layers import communication
+from boost_layers.mappings import as_tokens
 from boost_layers.norm import NormWeight, residual_rms_norm
 from boost_layers.parameters import FullRankWeight, ProjectionShape
 
@@ -48,13 +49,13 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         if sequence_parallel:
             x = _gather_sequence(x, group, communication.current_phase())
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = as_tokens(x)
         return tuple(torch.mm(tokens, w.t()).view(*x.shape[:-1], -1) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        grads = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        grads = [as_tokens(dy) for dy in dys]
         dx = torch.mm(grads[0], weights[0])
         for dy, w in zip(grads[1:], weights[1:], strict=True):
             dx.addmm_(dy, w)
@@ -65,7 +66,7 @@ class _ColumnLinear(torch.autograd.Function):
         else:
             whole_x = x
             pending = communication.start_all_reduce(dx, ctx.group, "backward")
-        tokens = whole_x.reshape(-1, whole_x.shape[-1])
+        tokens = as_tokens(whole_x)
         dweights = [torch.mm(dy.t(), tokens) for dy in grads]
         if pending is not None:
             pending.wait()
@@ -97,9 +98,9 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.sequence_parallel, ctx.group = sequence_parallel, group
         ctx.save_for_backward(y, weight)
-        tokens = y.reshape(-1, y.shape[-1])
+        tokens = as_tokens(y)
         if group.size() == 1:
-            flat = residual.reshape(-1, residual.shape[-1])
+            flat = as_tokens(residual)
             return torch.addmm(flat, tokens, weight.t()).view(residual.shape)
         x = torch.mm(tokens, weight.t()).view(*y.shape[:-1], -1)
         if sequence_parallel:
@@ -112,9 +113,9 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         y, weight = ctx.saved_tensors
         dout = _gather_sequence(dx, ctx.group, "backward") if ctx.sequence_parallel else dx
-        dout = dout.reshape(-1, dout.shape[-1])
+        dout = as_tokens(dout)
         dy = torch.mm(dout, weight).view(y.shape)
-        dweight = torch.mm(dout.t(), y.reshape(-1, y.shape[-1]))
+        dweight = torch.mm(dout.t(), as_tokens(y))
         return dy, dweight, dx, None, None
 
 
@@ -137,9 +138,6 @@ def row_linear(
 
 class FullRankProjections(nn.Module):
     """How a full-rank layer's projections are laid out and computed; holds no parameters."""
-
-    hidden_sharded = False
-    attention_sharded = True
 
     def __init__(
         self, config: TransformerConfig, low_rank: LowRankConfig, tp_group: dist.ProcessGroup

@@ -15,13 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost_layers import communication, ops
-from boost_layers.kept import KeptTokens
-from boost_layers.latent import ResidualSource
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """`[s, b, k]` → `[n, k]`, a view where x is contiguous."""
-    return x.reshape(-1, x.shape[-1])
+from boost_layers.kept import KeptTokens, restored, to_save
+from boost_layers.latent import LatentKind, ResidualSource
+from boost_layers.mappings import as_tokens
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,32 @@ def _reduced_latent(
     return ops.normalise_latent(h, ops.read_statistics(statistics), hidden_size, eps, x.dtype)
 
 
+_Source = tuple[LatentKind, KeptTokens | None]
+"""What is no tensor of a `ResidualSource`."""
+
+
+def _saved_input(
+    x: Tensor, source: ResidualSource | None
+) -> tuple[_Source | None, tuple[Tensor | None, ...]]:
+    """What `norm_down` saves of its input: x, or what x can be made of again."""
+    if source is None:
+        return None, (x,)
+    value, kept = to_save(source.latent.value, source.latent.kept)
+    _, *norm = source.latent.tensors
+    tensors = (source.residual, value, *norm, source.weight)
+    return (source.latent.kind, kept), tuple(t if t is None else t.detach() for t in tensors)
+
+
+def _restored_input(source: _Source | None, saved: Sequence[Tensor]) -> Tensor:
+    """x as `[n, d/T]` from what `_saved_input` gave."""
+    if source is None:
+        return as_tokens(saved[0])
+    kind, kept = source
+    residual, value, norm_weight, norm_bias, weight = saved
+    z = kind.activate(restored(value, kept), norm_weight, norm_bias)
+    return torch.addmm(as_tokens(residual), z, weight.t())
+
+
 class _NormDown(torch.autograd.Function):
     """RMSNorm and the grouped, row-parallel down-projections that follow it."""
 
@@ -81,7 +103,7 @@ class _NormDown(torch.autograd.Function):
         source: ResidualSource | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        tokens = _tokens(x)
+        tokens = as_tokens(x)
         s = ops.sum_of_squares(tokens)
         rho = None
         normed = tokens
@@ -105,52 +127,30 @@ class _NormDown(torch.autograd.Function):
             latents.append(u)
         ctx.groups, ctx.norm, ctx.shape = groups, norm, x.shape
         ctx.kept = [share.add_consumer() for share in kept]
-        for share, u in zip(kept, latents, strict=False):
-            share.keep(u)
-        ctx.source = None if source is None else source.latent.description
-        ctx.source_kept = None
-        remade: tuple[Tensor | None, ...] = (x,)
-        if source is not None:
-            if source.latent.kept is not None:
-                ctx.source_kept = source.latent.kept.add_consumer()
-            value, *norm_tensors = source.latent.tensors
-            remade = (
-                source.residual.detach(),
-                value.detach() if ctx.source_kept is None else None,
-                *(t if t is None else t.detach() for t in norm_tensors),
-                source.weight.detach(),
-            )
-        ctx.remade = len(remade)
-        ctx.save_for_backward(*remade, gamma, rho, *([] if kept else latents), *weights)
+        if kept:
+            for share, u in zip(kept, latents, strict=True):
+                share.keep(u)
+        ctx.source, made_of = _saved_input(x, source)
+        ctx.made_of = len(made_of)
+        ctx.save_for_backward(*made_of, gamma, rho, *([] if kept else latents), *weights)
         return x.view_as(x), *(u.view(*x.shape[:-1], -1) for u in latents)
 
     @staticmethod
-    def _input(ctx: Any, remade: Sequence[Tensor]) -> Tensor:
-        """x as `[n, d/T]`, kept or made again."""
-        if ctx.source is None:
-            return _tokens(remade[0])
-        residual, value, norm_weight, norm_bias, weight = remade
-        if ctx.source_kept is not None:
-            value = ctx.source_kept.whole()
-        z = ctx.source.activate(_tokens(value), norm_weight, norm_bias)
-        return torch.addmm(_tokens(residual), z, weight.t())
-
-    @staticmethod
     def backward(ctx: Any, dresidual: Tensor, *dlatents: Tensor) -> tuple[Any, ...]:
-        tokens = _NormDown._input(ctx, ctx.saved_tensors[: ctx.remade])
-        gamma, rho, *saved = ctx.saved_tensors[ctx.remade :]
+        tokens = _restored_input(ctx.source, ctx.saved_tensors[: ctx.made_of])
+        gamma, rho, *saved = ctx.saved_tensors[ctx.made_of :]
         count = len(ctx.groups)
         latents = [share.whole() for share in ctx.kept] or saved[:count]
         weights = saved if ctx.kept else saved[count:]
         hidden_size = ctx.norm.hidden_size
         scaled = [
-            ops.normalise_latent_backward(_tokens(du), u, rho, hidden_size)
+            ops.normalise_latent_backward(as_tokens(du), u, rho, hidden_size)
             for du, u in zip(dlatents, latents, strict=True)
         ]
         c = scaled[0][1]
         for _, share in scaled[1:]:
             c = c + share
-        dx = torch.addcmul(_tokens(dresidual).to(c.dtype), tokens, c).to(tokens.dtype)
+        dx = torch.addcmul(as_tokens(dresidual).to(c.dtype), tokens, c).to(tokens.dtype)
         dgamma = torch.zeros_like(gamma, dtype=rho.dtype)
         dweights: list[Tensor] = []
         for members, (dh, _) in zip(split_runs(weights, ctx.groups), scaled, strict=True):
@@ -202,7 +202,7 @@ def norm_down(
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        u = torch.mm(_tokens(y), weight.t())
+        u = torch.mm(as_tokens(y), weight.t())
         communication.all_reduce(u, group, communication.current_phase())
         ctx.save_for_backward(y, weight)
         return u.view(*y.shape[:-1], -1)
@@ -210,8 +210,8 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight = ctx.saved_tensors
-        du = _tokens(du)
-        return torch.mm(du, weight).view(y.shape), torch.mm(du.t(), _tokens(y)), None
+        du = as_tokens(du)
+        return torch.mm(du, weight).view(y.shape), torch.mm(du.t(), as_tokens(y)), None
 
 
 def down(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
 from boost_layers.latent import LayerLatents, activated
-from boost_layers.mappings import gather_partial_gradient, gather_replicated, split_replicated
+from boost_layers.mappings import (
+    as_tokens,
+    gather_partial_gradient,
+    gather_replicated,
+    split_replicated,
+)
 from boost_layers.norm import NormWeight, residual_rms_norm
 from boost_layers.parameters import Factors, FactorTensors, ProjectionShape
 
@@ -38,17 +43,17 @@ class _ColumnDown(torch.autograd.Function):
         folded = ops.fold_gamma(None, weights)
         ctx.reduce_gradient, ctx.group = reduce_gradient, group
         ctx.save_for_backward(x, *weights)
-        return torch.mm(x.reshape(-1, x.shape[-1]), folded.t()).view(*x.shape[:-1], -1)
+        return torch.mm(as_tokens(x), folded.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        du = du.reshape(-1, du.shape[-1])
+        du = as_tokens(du)
         dx = torch.mm(du, ops.fold_gamma(None, weights))
         pending = None
         if ctx.reduce_gradient:
             pending = communication.start_all_reduce(dx, ctx.group, "backward")
-        dweight = torch.mm(du.t(), x.reshape(-1, x.shape[-1]))
+        dweight = torch.mm(du.t(), as_tokens(x))
         if pending is not None:
             pending.wait()
         return dx.view(x.shape), None, None, *dweight.split([a.shape[0] for a in weights])
@@ -77,7 +82,7 @@ class _RowUp(torch.autograd.Function):
         group: dist.ProcessGroup,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        z = ops.apply_activation(u.view(-1, u.shape[-1]), activation)
+        z = ops.apply_activation(as_tokens(u), activation)
         ctx.activation, ctx.sliced, ctx.group = activation, sliced, group
         ctx.has_residual = residual is not None
         ctx.save_for_backward(u, *weights)
@@ -96,8 +101,8 @@ class _RowUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         u, *weights = ctx.saved_tensors
-        tokens = u.view(-1, u.shape[-1])
-        grads = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        tokens = as_tokens(u)
+        grads = [as_tokens(dy) for dy in dys]
         if ctx.sliced and ctx.group.size() > 1:
             grads = _gather_heads(grads, ctx.group)
         widths = [b.shape[1] for b in weights]
@@ -144,8 +149,6 @@ def row_up(
 class VanillaProjections(nn.Module):
     """How a layer's projections are laid out and computed under vanilla TP; no parameters."""
 
-    hidden_sharded = False
-
     def __init__(
         self, config: TransformerConfig, low_rank: LowRankConfig, tp_group: dist.ProcessGroup
     ):
@@ -153,7 +156,6 @@ class VanillaProjections(nn.Module):
         self.config = config
         self.low_rank = low_rank
         self.tp_group = tp_group
-        self.attention_sharded = low_rank.vanilla_attention == "sliced"
 
     def weights(self, shape: ProjectionShape) -> Factors:
         """A and B both sharded along the rank."""
@@ -191,7 +193,7 @@ class VanillaProjections(nn.Module):
         (of this rank's heads if attention is sliced) or gate and up `[s, b, f]`. One all-reduce of
         each output forward; backward one of `[n, d]` (one per projection without grouping)."""
         x, normed = residual_rms_norm(x, norm(), self.config.layernorm_epsilon)
-        sliced = self.attention_sharded and len(inputs) == 3
+        sliced = not self.low_rank.replicated_attention and len(inputs) == 3
         factors = [projection() for projection in inputs]
         runs = [factors] if self.low_rank.grouping else [[each] for each in factors]
         outputs: list[Tensor] = []

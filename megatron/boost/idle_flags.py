@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from boost_layers.config import LowRankConfig, flag_of
+from boost_layers.config import LAX_SETTINGS, LowRankConfig, flag_of
 
 _ALL = {field.name for field in fields(LowRankConfig) if "flag" in field.metadata}
-_LAX = {"lax_base", "lax_gate", "lax_norm"}
+_LAX = set(LAX_SETTINGS)
 # With another value than its default, φ of a dense layer is refused by LowRankConfig.
 _OF_DENSE = {"arch", "act", "mlp", "core_attention"}
 

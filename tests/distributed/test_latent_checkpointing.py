@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from boost_layers.communication import LEDGER
 from boost_layers.config import LowRankConfig
 from boost_layers.kept import KeptTokens
+from boost_layers.latent import Latent, LatentKind, activated
 from tests.distributed.test_parity import CASES, LAX_CASES, LAYER_CASES, batch
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
@@ -209,6 +210,29 @@ def test_frozen_parameters_are_left_alone() -> None:
             assert plain and plain.keys() == checkpointed.keys()
             for name, gradient in plain.items():
                 assert torch.equal(checkpointed[name], gradient), name
+
+
+def activated_from_a_share() -> tuple[bool, bool]:
+    """On a rank: whether z of a sharded latent, as it is sent to another stage, keeps nothing
+    whole, and whether its gradient is that of a latent that is kept whole."""
+    generator = torch.Generator().manual_seed(3)
+    w, dz = (torch.randn(4, 2, 6, generator=generator) for _ in range(2))
+    kind = LatentKind((6,), "silu")
+    gradients, sizes = [], []
+    for share in (None, KeptTokens(distributed.group.WORLD)):
+        value = w.clone().requires_grad_()
+        kept = KeptTokens.of(value, share)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            z = activated(Latent(value, kind, kept=kept))
+        (gradient,) = torch.autograd.grad(z, value, dz)
+        gradients.append(gradient)
+    return sizes == [w.numel()], torch.equal(*gradients)
+
+
+def test_what_a_stage_sends_is_kept_as_a_share_too() -> None:
+    assert run_ranks(activated_from_a_share, 2) == [(True, True)] * 2
 
 
 def test_only_btp_layers_can_be_checkpointed_at_latents() -> None:

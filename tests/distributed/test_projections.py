@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from boost_layers.latent import Latent
+from boost_layers.latent import Latent, LatentKind
 from boost_layers.projection.column_up import up
 from boost_layers.projection.full_rank import column_linear, row_linear
 from boost_layers.projection.row_down import NormSettings, down, norm_down
@@ -96,7 +96,7 @@ def btp() -> None:
         for batched in (True, False):
             compare(
                 lambda u, *b, act=activation, batched=batched: up(
-                    Latent(u, (R, R), act), b, group, batched=batched
+                    Latent(u, LatentKind((R, R), act)), b, group, batched=batched
                 ),
                 lambda u, *b, phi=phi: [
                     F.linear(phi(part), w) for part, w in zip(u.split(R, -1), b, strict=True)
@@ -105,7 +105,7 @@ def btp() -> None:
                 [2, 2],
             )
     compare(
-        lambda u, x, b: up(Latent(u, (R,), "silu"), [b], group, residual=x),
+        lambda u, x, b: up(Latent(u, LatentKind((R,), "silu")), [b], group, residual=x),
         lambda u, x, b: [x + F.linear(F.silu(u), b)],
         [((S, B, R), None), ((S, B, OUT), 2), ((OUT, R), 0)],
         [2],

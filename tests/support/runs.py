@@ -61,7 +61,6 @@ def train_in_turn(runs: Sequence[str], **more: Any) -> list[dict[str, Any]]:
     port, rank, size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
     store = distributed.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     results = []
-    _remember_docstrings()
     for number, flags in enumerate(runs):
         distributed.init_process_group(
             "gloo",
@@ -73,22 +72,6 @@ def train_in_turn(runs: Sequence[str], **more: Any) -> list[dict[str, Any]]:
         forget_run()
         distributed.destroy_process_group()
     return results
-
-
-def _remember_docstrings() -> None:
-    """Megatron reads the help of its flags from its source each time it parses a command line,
-    which takes longer than a tiny model's iteration."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    upstream = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    def remembered(factory: Any, source: type) -> dict[str, str]:
-        if source not in known:
-            known[source] = upstream(factory, source)
-        return dict(known[source])
-
-    ArgumentGroupFactory._get_field_docstrings = remembered
 
 
 def forget_run() -> None:

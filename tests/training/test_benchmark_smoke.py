@@ -61,8 +61,7 @@ def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
     kept = {
         key: result[f"{key}_kept_mib_per_layer"] for key in ("btp_latent", "btp_latent_residual")
     }
-    saved_kib = (kept["btp_latent"] - kept["btp_latent_residual"]) * 1024
-    assert 0 < saved_kib <= 2 * n * d / 2 * 4 / 1024
+    assert kept["btp_latent_residual"] < kept["btp_latent"]
     assert result["btp_kept_mib_per_layer"] > 2 * kept["btp_latent"]
     assert result["btp_latent_recompute_collective_calls_per_layer"] == 0
     assert result["btp_latent_shard_recompute_collective_calls_per_layer"] == 4

@@ -301,6 +301,19 @@ def test_a_second_conversion_of_the_residual_stream_changes_the_loss() -> None:
     assert relative_difference(losses(train(stages, 4, every_chunk_converts)), reference) > 1e-3
 
 
+@contextmanager
+def megatrons_pipeline_tensor() -> Iterator[None]:
+    with mock.patch("megatron.boost.training.wide_pipeline_tensor", lambda columns: nullcontext()):
+        yield
+
+
+@pytest.mark.slow
+def test_without_the_wider_tensor_latents_do_not_fit_between_stages() -> None:
+    """If this trains, Megatron asks for the tensor's width, and `wide_pipeline_tensor` can go."""
+    with pytest.raises(RankFailure):
+        train(f"--low-rank-arch lax {PP2} --train-iters 1", 2, megatrons_pipeline_tensor)
+
+
 # The end of a run.
 
 

@@ -16,7 +16,7 @@ FLOORS = [{"boost_layers"}, {"megatron.boost"}, {"pretrain_gpt", "tools", "bench
 LAYER_FLOORS = [
     {"communication", "config", "initialization", "ops", "rules"},
     {"transformer_features"},
-    {"mappings", "validation"},
+    {"mappings", "place", "validation"},
     {"embedding", "kept", "parameters", "vocabulary"},
     {"latent", "norm"},
     {"carry", "recompute"},

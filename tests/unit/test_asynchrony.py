@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost_layers import communication
-from boost_layers.latent import Latent
+from boost_layers.latent import Latent, LatentKind
 from boost_layers.projection import column_up, full_rank, row_down, vanilla
 from tests.support.single_layer import ONE_RANK
 
@@ -79,7 +79,7 @@ S, B, IN, R, OUT = 3, 2, 5, 4, 6
 
 
 def up(group: Any, latent: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    return column_up.up(Latent(latent, (R, R), "silu"), weights, group)
+    return column_up.up(Latent(latent, LatentKind((R, R), "silu")), weights, group)
 
 
 def column_down(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -137,7 +137,7 @@ def test_the_latents_gradient_through_down_and_up() -> None:
     a, b = normal(R, IN), normal(OUT, R)
     with fake_network() as network:
         u = row_down.down(y, a, TWO_RANKS)
-        (x,) = column_up.up(Latent(u, (R,), "silu"), [b], TWO_RANKS, residual=residual)
+        (x,) = column_up.up(Latent(u, LatentKind((R,), "silu")), [b], TWO_RANKS, residual=residual)
         x.sum().backward()
     assert network.events == ["all-reduce", "start", "wait"]
 

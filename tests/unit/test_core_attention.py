@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from boost_layers.attention import SdpaCoreAttention
-from boost_layers.config import LowRankConfig
+from boost_layers.config import CoreAttention, LowRankConfig
 from tests.support.single_layer import llama_config, single_layer
 
 LENGTH, BATCH, HEADS, WIDTH = 5, 2, 4, 4
@@ -60,9 +61,8 @@ def test_the_scale_of_the_configuration_is_used(scale: float) -> None:
 
 @pytest.mark.parametrize("core", ["sdpa", "local"])
 @pytest.mark.parametrize("scale", [None, 0.25])
-def test_a_layer_hands_the_scale_on(core: str, scale: float | None) -> None:
-    settings = LowRankConfig(arch="cola", rank=4, core_attention=core)  # type: ignore[arg-type]
-    layer = single_layer(settings, llama_config(softmax_scale=scale))
+def test_a_layer_hands_the_scale_on(core: CoreAttention, scale: float | None) -> None:
+    layer = single_layer(replace(COLA, core_attention=core), llama_config(softmax_scale=scale))
     used = layer.self_attention.core_attention.softmax_scale
     assert used == scale or (scale is None and used in (None, WIDTH**-0.5))
 

@@ -48,7 +48,7 @@ def _latents(model: Model, layout: Layout, layer: int) -> Parts:
     """
     settings, tp = model.settings(layer), layout.tensor_parallel
     btp = model.strategy(layer) == "btp"
-    crossed = model.crossed(layer)
+    crossed = model.place(layer).crosses
     n, number = layout.tokens, layout.dtype.itemsize
     all_bytes = n * model.ranks(layer) * number
     kept_share = tp if settings.recompute_shard else 1
@@ -75,9 +75,9 @@ def _latents(model: Model, layout: Layout, layer: int) -> Parts:
 def _whole_latents_kept(model: Model, layout: Layout, layer: int) -> bool:
     """Whether vanilla LaX keeps w of a layer: for φ and its norm, or for the next layer's gate."""
     settings = model.settings(layer)
-    normed = model.crossed(layer) and settings.lax_norm != "none"
+    normed = model.place(layer).crosses and settings.lax_norm != "none"
     directly = (
-        model.hands_on(layer)
+        model.place(layer).hands_on
         and layout.recompute != "full"
         and not layout.opens_stage(model, layer + 1)
     )
@@ -152,7 +152,7 @@ def checkpoint_bytes(model: Model, layout: Layout, layer: int) -> int:
         return stream
     if layout.opens_stage(model, layer):
         return stage_message_bytes(model, layout)
-    return stream + (n * model.ranks(layer) * number if model.crossed(layer) else 0)
+    return stream + (n * model.ranks(layer) * number if model.place(layer).crosses else 0)
 
 
 def chunk_activation_bytes(model: Model, layout: Layout, layers: tuple[int, ...]) -> int:

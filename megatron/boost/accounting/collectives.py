@@ -81,7 +81,7 @@ def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
             yield "backward", "all_reduce", n * width * number
             if settings.recompute_shard:
                 yield "recompute", "all_gather", n * width * number / tp
-                if model.crossed(layer) and after_norm:
+                if model.place(layer).crosses and after_norm:
                     # u, for the norm's backward, beside w.
                     yield "recompute", "all_gather", n * width * number / tp
 
@@ -158,20 +158,20 @@ def border_collectives(
             _add(collectives, "recompute", "all_to_all", shard)
 
     for layer in layout.layers(model, pp_rank):
-        if model.enters_by_sequence(layer):
+        if model.place(layer).enters_by_sequence:
             if layer == 0 and fused_embedding and layout.has_embedding(pp_rank):
                 _add(collectives, "forward", "reduce_scatter", shard * tp)
                 _add(collectives, "backward", "all_gather", shard)
             else:
                 exchange(layer)
-        if model.leaves_by_sequence(layer):
+        if model.place(layer).leaves_by_sequence:
             exchange(layer)
         latents = layout.tokens * model.ranks(layer) * layout.dtype.itemsize / tp
-        if model.crossed(layer) and layout.opens_stage(model, layer):
+        if model.place(layer).crosses and layout.opens_stage(model, layer):
             _add(collectives, "forward", "all_gather", latents)
             if layer in again:
                 _add(collectives, "recompute", "all_gather", latents)
-        if model.hands_on(layer) and layout.opens_stage(model, layer + 1):
+        if model.place(layer).hands_on and layout.opens_stage(model, layer + 1):
             _add(collectives, "backward", "all_gather", latents)
     if layout.has_head(pp_rank) and model.settings(model.num_layers - 1).hidden_sharded:
         exchange(None)

@@ -44,7 +44,7 @@ def gate_flops_per_token(rank: int, gate: str) -> int:
 
 def layer_gate_flops_per_token(model: Model, layer: int) -> int:
     """The LaX gates of a layer's seven projections, forward; replicated over tensor parallelism."""
-    if not model.crossed(layer):
+    if not model.place(layer).crosses:
         return 0
     gate = model.settings(layer).lax_gate
     return sum(gate_flops_per_token(p.rank or 0, gate) for p in model.projections(layer))
@@ -52,7 +52,7 @@ def layer_gate_flops_per_token(model: Model, layer: int) -> int:
 
 def layer_gate_again_flops_per_token(model: Model, layer: int) -> int:
     """What the backward of tensor gates computes once more, Z·E₂: 2rq for each projection."""
-    if not model.crossed(layer) or model.settings(layer).lax_gate != "tensor":
+    if not model.place(layer).crosses or model.settings(layer).lax_gate != "tensor":
         return 0
     ranks = [projection.rank or 0 for projection in model.projections(layer)]
     return sum(2 * rank * balanced_factors(rank)[1] for rank in ranks)

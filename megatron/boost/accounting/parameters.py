@@ -56,7 +56,7 @@ def layer_tensors(model: Model, layer: int) -> Tensors:
         a_axis, b_axis = (1, 0) if strategy == "btp" else (0, 1)
         tensors[f"{projection.name}.A"] = ShardedShape((rank, size_in), a_axis)
         tensors[f"{projection.name}.B"] = ShardedShape((size_out, rank), b_axis)
-        if model.crossed(layer):
+        if model.place(layer).crosses:
             crossing = crossing_tensors(model, layer, rank)
             tensors |= {f"{projection.name}.{name}": shape for name, shape in crossing.items()}
     return tensors

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from boost_layers.config import LowRankConfig
+from boost_layers.place import LayerPlace
 from boost_layers.validation import ModelSizes, validate_sizes
 
 Strategy = Literal["dense", "vanilla", "btp"]
@@ -98,32 +99,9 @@ class Model:
             return "dense"
         return "btp" if settings.tp == "btp" else "vanilla"
 
-    def crossed(self, layer: int) -> bool:
-        """Whether latents of the layer before cross over into this one (LaX), so that it has gates
-        and latent norms; the first low-rank layer has none."""
-        settings = self.settings(layer)
-        return settings.crossing and layer != self.low_rank.first_layer
-
-    def hands_on(self, layer: int) -> bool:
-        """Whether latents of this layer cross over into the next (LaX)."""
-        return self.settings(layer).crossing and (
-            layer + 1 < self.num_layers and self.crossed(layer + 1)
-        )
-
-    def enters_by_sequence(self, layer: int) -> bool:
-        """Whether a layer that takes the residual stream sharded along hidden follows one (or the
-        embedding) that leaves it sharded along the sequence."""
-        before = layer > 0 and self.settings(layer - 1).hidden_sharded
-        return self.settings(layer).hidden_sharded and not before
-
-    def leaves_by_sequence(self, layer: int) -> bool:
-        """Whether a full-rank layer follows a layer that leaves the stream sharded along hidden."""
-        last = layer + 1 == self.num_layers
-        return (
-            self.settings(layer).hidden_sharded
-            and not last
-            and not self.settings(layer + 1).hidden_sharded
-        )
+    def place(self, layer: int) -> LayerPlace:
+        """Where a layer stands among the others."""
+        return LayerPlace(self.low_rank, layer, self.num_layers)
 
     def ranks(self, layer: int) -> int:
         """Σ r of a layer's projections; 0 where they are full-rank."""
