@@ -227,7 +227,8 @@ def reference(
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
-    return float((value.double() - exact.double()).norm() / exact.double().norm())
+    value, exact = value.detach().double(), exact.detach().double()
+    return float((value - exact).norm() / exact.norm())
 
 
 def errors(result: Mapping[str, Any] | Reference, exact: Reference) -> dict[str, float]:
