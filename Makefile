@@ -6,22 +6,28 @@ PYTHON ?=
 
 python := $(VENV)/bin/python
 installed := $(VENV)/.installed
-csrc := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+extension := $(VENV)/.extension
+csrc := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 venv_fits := $(shell scripts/venv_fits.sh '$(VENV)' '$(PYTHON)' && echo yes)
+
+define build_extension
+$(python) setup.py build_ext --inplace $(1) >$(VENV)/extension.log 2>&1 && touch $(extension) || \
+	{ cat $(VENV)/extension.log; exit 1; }
+endef
 
 # Two at a time, since many wait for ranks to start; a file's tests share what they have computed.
 in_parallel := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast check bench help
+.PHONY: demo test test-fast check bench ext help
 
-demo: $(installed) ## train a CoLA model with BTP and its two baselines on CPU, write a report
+demo: $(extension) ## train a CoLA model with BTP and its two baselines on CPU, write a report
 	@$(python) tools/demo.py
 
-test: $(installed) ## all tests that this machine can run
+test: $(extension) ## all tests that this machine can run
 	@$(python) -m pytest tests $(in_parallel)
 
-test-fast: $(installed) ## the quick tier: no test marked slow
+test-fast: $(extension) ## the quick tier: no test marked slow
 	@$(python) -m pytest tests $(in_parallel) -m "not slow"
 
 check: $(installed) ## format, lint and types
@@ -30,9 +36,13 @@ check: $(installed) ## format, lint and types
 	@$(python) -m mypy
 	@$(if $(csrc),$(VENV)/bin/clang-format --dry-run --Werror $(csrc))
 
-bench: $(installed) ## the benchmarks that a CPU can run
+bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
 	@$(python) benchmarks/memory.py
+
+ext: $(installed) ## build the extension (csrc) anew, with CUDA where nvcc and a CUDA torch are found
+	@$(call build_extension,--force)
+	@$(python) -m boost_layers.ops
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=/path/to/python] [VENV=folder]"
@@ -50,3 +60,8 @@ endif
 	@echo "Installing into $(VENV) (a first time fetches some 3 GB, most of it torch for CUDA)"
 	@$(python) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
+
+# For the CPU alone, which takes a minute; `make ext` builds the CUDA kernels too.
+$(extension): $(installed) $(csrc) setup.py
+	@echo "Building the extension for this CPU (csrc)"
+	@BOOST_BUILD=cpu $(call build_extension)

@@ -28,21 +28,32 @@ if TYPE_CHECKING:
 
 
 class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return ops.rotate_half(t, cos, sin, interleaved=interleaved)
+    """Rotary embedding of q and k in place, `[s, b, h·e]`; and backward, the layout of all three
+    that the up-projections' gradients take."""
 
     @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return (
-            ops.rotate_half_backward(dt, cos, sin, interleaved=ctx.interleaved),
-            None,
-            None,
-            None,
-        )
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head: int,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.head, ctx.interleaved = head, interleaved
+        heads = [t.unflatten(-1, (-1, head)) for t in (q, k)]
+        ops.rotary_(heads, cos, sin, interleaved=interleaved)
+        ctx.mark_dirty(q, k)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        heads = [t.unflatten(-1, (-1, ctx.head)) for t in grads]
+        turned = ops.rotary_backward(heads, 2, *ctx.saved_tensors, interleaved=ctx.interleaved)
+        return *(t.flatten(2) for t in turned), None, None, None, None
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -180,14 +191,13 @@ class SelfAttention(MegatronModule):
         """This rank's heads: q `[s, b, h·e]`, k and v `[s, b, kv·e]` → `[s, b, h·e]`. No
         collective."""
         head = self.config.kv_channels
-        q, k, v = (t.unflatten(-1, (-1, head)) for t in (q, k, v))
         if rotary_pos_emb is not None:
             scale = _yarn_get_concentration_factor_from_config(self.config)
-            cos = (torch.cos(rotary_pos_emb) * scale).to(q.dtype)
-            sin = (torch.sin(rotary_pos_emb) * scale).to(q.dtype)
-            q, k = (_Rotary.apply(t, cos, sin, self.config.rotary_interleaved) for t in (q, k))
-        # As q and k: v is a view of the batched up-projection's result, all of which it would keep.
-        v = v.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+            angles = rotary_pos_emb.flatten(1)
+            cos = (torch.cos(angles) * scale).to(q.dtype)
+            sin = (torch.sin(angles) * scale).to(q.dtype)
+            q, k, v = _Rotary.apply(q, k, v, cos, sin, head, self.config.rotary_interleaved)
+        q, k, v = (t.unflatten(-1, (-1, head)) for t in (q, k, v))
         if self.recompute_core and self.training:
             return tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
         return self._attend(q, k, v, attention_mask)

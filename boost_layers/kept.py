@@ -38,6 +38,11 @@ class KeptTokens:
         self._consumers = 0
         self._waiting = 0
 
+    @property
+    def holds(self) -> bool:
+        """Whether `keep` was called."""
+        return self._share is not None
+
     @classmethod
     def of(cls, whole: Tensor, like: KeptTokens | None) -> KeptTokens | None:
         """The share of `whole`, kept as `like` is; None if that is None."""

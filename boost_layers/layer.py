@@ -144,8 +144,9 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         latents = LayerLatents(self.low_rank, previous)
         x = projections.enter(x, convert=self.enters_by_sequence)
 
-        x = projections.sublayer(
+        x, delta = projections.sublayer(
             x,
+            None,
             self.input_layernorm,
             inputs=(attention.q_proj, attention.k_proj, attention.v_proj),
             between=partial(
@@ -154,8 +155,9 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             output=attention.o_proj,
             latents=latents,
         )
-        x = projections.sublayer(
+        x, delta = projections.sublayer(
             x,
+            delta,
             self.pre_mlp_layernorm,
             inputs=(mlp.gate_proj, mlp.up_proj),
             between=mlp,
@@ -163,7 +165,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             latents=latents,
         )
 
-        x = projections.leave(x, convert=self.place.leaves_by_sequence)
+        x = projections.leave(x, delta, convert=self.place.leaves_by_sequence)
         x, context = self._depart(x, latents.current)
         # A pipeline stage may not hand over a view: the schedule frees what it has sent.
         return make_viewless_tensor(x, requires_grad=True, keep_graph=True), context

@@ -22,6 +22,13 @@ def as_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def as_sequence(y: Tensor, like: Tensor) -> Tensor:
+    """`[n, k]` → `[s, b, k]` with s and b of `like`. The result shares y's memory without being a
+    view to autograd, so that a Function may give it out and the next may write into it."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, [*like.shape[:-1], y.shape[-1]])
+    return shaped
+
+
 def _sequence_to_hidden(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
     tp_size = group.size()
     s_local, b, d = x.shape

@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from boost_layers import ops
+from boost_layers.mappings import as_tokens
 from boost_layers.parameters import ProjectionShape
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return ops.gated_product(gate, up, kind)
+        return ops.gated_product(as_tokens(gate), as_tokens(up), kind).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, dm: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return *ops.gated_product_backward(dm, gate, up, ctx.kind), None
+        dgate, dup = ops.gated_product_backward(
+            as_tokens(dm), as_tokens(gate), as_tokens(up), ctx.kind
+        )
+        return dgate.view(gate.shape), dup.view(gate.shape), None
 
 
 class GatedMLP(MegatronModule):

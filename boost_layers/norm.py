@@ -57,11 +57,10 @@ class _ResidualRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dresidual: Tensor, dnormed: Tensor) -> tuple[Tensor, Tensor, None]:
         x, gamma, rho = ctx.saved_tensors
-        width = x.shape[-1]
         dx, dgamma = ops.rms_norm_backward(
-            dnormed.reshape(-1, width), x.reshape(-1, width), gamma, rho
+            as_tokens(dnormed), as_tokens(x), gamma, rho, as_tokens(dresidual)
         )
-        return dx.view(x.shape).add_(dresidual), dgamma, None
+        return dx.view(x.shape), dgamma, None
 
 
 def residual_rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost_layers import communication
+from boost_layers import ops
 from boost_layers.communication import LEDGER
 from boost_layers.kept import KeptTokens, restored, to_save
-from boost_layers.latent import Latent, LatentKind
-from boost_layers.mappings import as_tokens
+from boost_layers.latent import Latent, LatentKind, reduced_latent
+from boost_layers.mappings import as_sequence, as_tokens
 
 Between = Callable[[Sequence[Latent], Sequence[Tensor]], Tensor]
 """Latents and the up-projections' weights → this rank's input of the down-projection."""
+
+
+_EACH = 4
+"""`Latent.tensors` of each latent."""
 
 
 class _Segment(torch.autograd.Function):
@@ -42,17 +46,16 @@ class _Segment(torch.autograd.Function):
     ) -> Tensor:
         latents, weights = _latents_and_weights(kinds, tensors)
         y = between(latents, weights)
-        u = torch.mm(as_tokens(y), a.t())
-        communication.all_reduce(u, group, communication.current_phase())
+        u = reduced_latent(y, a, group)
         ctx.between, ctx.kinds, ctx.opens_layer = between, kinds, opens_layer
         ctx.shape = y.shape[:-1]
         saved, ctx.kept = list(tensors), []
         for latent, each in zip(latents, kept, strict=True):
             value, consumed = to_save(latent.value, each)
-            saved[3 * len(ctx.kept)] = value
+            saved[_EACH * len(ctx.kept)] = value
             ctx.kept.append(consumed)
         ctx.save_for_backward(a, *saved)
-        return u.view(*y.shape[:-1], -1)
+        return u
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
@@ -60,7 +63,7 @@ class _Segment(torch.autograd.Function):
             LEDGER.layer_passes["recompute"] += 1
         a, *saved = ctx.saved_tensors
         for i, each in enumerate(ctx.kept):
-            saved[3 * i] = restored(saved[3 * i], each).view(*ctx.shape, -1)
+            saved[_EACH * i] = restored(saved[_EACH * i], each).view(*ctx.shape, -1)
         needed = ctx.needs_input_grad[-len(saved) :]
         leaves = [
             t if t is None else t.detach().requires_grad_(wanted)
@@ -69,9 +72,8 @@ class _Segment(torch.autograd.Function):
         # Nothing may be wanted of what is frozen.
         with torch.set_grad_enabled(any(needed)):
             y = ctx.between(*_latents_and_weights(ctx.kinds, leaves))
-        du = as_tokens(du)
-        dy = torch.mm(du, a).view(y.shape)
-        da = torch.mm(du.t(), as_tokens(y.detach()))
+        dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), a), y)
+        da = ops.down_projection_wgrad(du, y.detach()).to(a.dtype)
         wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
         found = iter(torch.autograd.grad(y, wanted_leaves, dy) if wanted_leaves else ())
         grads = [next(found) if wanted else None for wanted in needed]
@@ -81,13 +83,13 @@ class _Segment(torch.autograd.Function):
 def _latents_and_weights(
     kinds: Sequence[LatentKind], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Latent], Sequence[Any]]:
-    """Three tensors for each latent, then the weights."""
+    """The tensors of each latent, then the weights."""
     latents = []
     for i, kind in enumerate(kinds):
-        value, norm_weight, norm_bias = tensors[3 * i : 3 * i + 3]
+        value, s, weight, bias = tensors[_EACH * i : _EACH * (i + 1)]
         assert value is not None
-        latents.append(Latent(value, kind, norm_weight, norm_bias))
-    return latents, tensors[3 * len(kinds) :]
+        latents.append(Latent(value, kind, s, weight, bias))
+    return latents, tensors[_EACH * len(kinds) :]
 
 
 def segment(

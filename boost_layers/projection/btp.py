@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from boost_layers.kept import KeptTokens
-from boost_layers.latent import Latent, LayerLatents, ResidualSource
+from boost_layers.latent import Latent, LayerLatents, Reduced, ResidualSource
 from boost_layers.mappings import hidden_to_sequence, sequence_to_hidden
 from boost_layers.norm import NormWeight
 from boost_layers.parameters import Factors, ProjectionShape
@@ -62,9 +62,11 @@ class BtpProjections(nn.Module):
         tp_size = self.tp_group.size()
         return x.view(x.shape[0] * tp_size, x.shape[1], x.shape[2] // tp_size)
 
-    def leave(self, x: Tensor, *, convert: bool) -> Tensor:
-        """`[s, b, d/T]` → `[s/T, b, d]`, the shape Megatron passes between layers and pipeline
-        stages: one all-to-all where a full-rank layer follows (`convert`), else a view."""
+    def leave(self, x: Tensor, delta: Tensor | None, *, convert: bool) -> Tensor:
+        """x + Δ, `[s, b, d/T]` → `[s/T, b, d]`, the shape Megatron passes between layers and
+        pipeline stages: one all-to-all where a full-rank layer follows (`convert`), else a view."""
+        assert delta is not None
+        x = delta.add_(x)
         if convert:
             return hidden_to_sequence(x, self.tp_group)
         tp_size = self.tp_group.size()
@@ -73,13 +75,15 @@ class BtpProjections(nn.Module):
     def sublayer(
         self,
         x: Tensor,
+        delta: Tensor | None,
         norm: NormWeight,
         inputs: Sequence[Factors],
         between: Callable[..., Tensor],
         output: Factors,
         latents: LayerLatents,
-    ) -> Tensor:
-        """x + output(between(inputs(norm(x)))), attention or MLP: `[s, b, d/T]` → the same.
+    ) -> tuple[Tensor, Tensor]:
+        """x + Δ and output(between(inputs(norm(x + Δ)))), attention or MLP: `[s, b, d/T]` each. The
+        next norm takes their sum, so that it is one pass with the norm's statistics.
 
         Two all-reduces forward and two backward (one each per projection without grouping).
         `between` takes one `[s, b, o/T]` per input and gives `[s, b, k/T]`. With latent
@@ -91,23 +95,24 @@ class BtpProjections(nn.Module):
         kept = [self._kept() for _ in groups]
         x, reduced = norm_down(
             x,
+            delta,
             norm(),
             [each.A for each in factors],
             groups,
             self.norm_settings,
-            kept=[each for each in kept if each is not None],
+            kept=[] if self.norm_settings.online else [each for each in kept if each is not None],
             source=latents.residual_source,
         )
         b_weights = [each.B for each in factors]
-        runs = split_runs(factors, groups)
         opened = [
-            latents.next(u, run, share) for u, run, share in zip(reduced, runs, kept, strict=True)
+            latents.next(group, run, share)
+            for group, run, share in zip(reduced, split_runs(factors, groups), kept, strict=True)
         ]
 
         def expand(opened: Sequence[Latent], b_weights: Sequence[Tensor]) -> Tensor:
             outputs: list[Tensor] = []
             for latent, members in zip(opened, split_runs(b_weights, groups), strict=True):
-                outputs += up(latent, members, self.tp_group, batched=grouped)
+                outputs += up(latent, members, self.tp_group)
             return between(*outputs)
 
         closing = output()
@@ -116,14 +121,11 @@ class BtpProjections(nn.Module):
             u = segment(expand, opened, b_weights, closing.A, self.tp_group, opens_layer=first)
         else:
             u = down(expand(opened, b_weights), closing.A, self.tp_group)
-        share = self._kept()
-        if share is not None:
-            share.keep(u)
-        latent = latents.next(u, [closing], share)
+        latent = latents.next(Reduced(u), [closing], self._kept())
         if self.low_rank.recompute_residual:
             latents.residual_source = ResidualSource(x, latent, closing.B)
-        (x,) = up(latent, [closing.B], self.tp_group, residual=x)
-        return x
+        (delta,) = up(latent, [closing.B], self.tp_group)
+        return x, delta
 
     def _kept(self) -> KeptTokens | None:
         """Where a latent's share is kept, if latents are not kept whole."""

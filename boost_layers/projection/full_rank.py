@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boost_layers import communication
-from boost_layers.mappings import as_tokens
+from boost_layers.mappings import as_sequence, as_tokens
 from boost_layers.norm import NormWeight, residual_rms_norm
 from boost_layers.parameters import FullRankWeight, ProjectionShape
 
@@ -50,7 +50,7 @@ class _ColumnLinear(torch.autograd.Function):
         if sequence_parallel:
             x = _gather_sequence(x, group, communication.current_phase())
         tokens = as_tokens(x)
-        return tuple(torch.mm(tokens, w.t()).view(*x.shape[:-1], -1) for w in weights)
+        return tuple(as_sequence(torch.mm(tokens, w.t()), x) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
@@ -167,21 +167,23 @@ class FullRankProjections(nn.Module):
         """`[s, b, d]` or `[s/T, b, d]`, as it comes."""
         return x
 
-    def leave(self, x: Tensor, *, convert: bool) -> Tensor:
+    def leave(self, x: Tensor, delta: Tensor | None, *, convert: bool) -> Tensor:
         """`[s, b, d]` or `[s/T, b, d]`, as it is."""
         return x
 
     def sublayer(
         self,
         x: Tensor,
+        delta: Tensor | None,
         norm: NormWeight,
         inputs: Sequence[FullRankWeight],
         between: Callable[..., Tensor],
         output: FullRankWeight,
         latents: LayerLatents,
-    ) -> Tensor:
-        """x + output(between(inputs(norm(x)))), attention or MLP, in the layout of x. `between`
-        takes one `[s, b, o/T]` per input and gives `[s, b, k/T]`; there are no latents."""
+    ) -> tuple[Tensor, None]:
+        """x + output(between(inputs(norm(x)))), attention or MLP, in the layout of x, and nothing
+        to be added later. `between` takes one `[s, b, o/T]` per input and gives `[s, b, k/T]`;
+        there are no latents."""
         x, normed = residual_rms_norm(x, norm(), self.config.layernorm_epsilon)
         outputs = column_linear(
             normed,
@@ -189,10 +191,11 @@ class FullRankProjections(nn.Module):
             self.tp_group,
             sequence_parallel=self.sequence_parallel,
         )
-        return row_linear(
+        x = row_linear(
             between(*outputs),
             output(),
             x,
             self.tp_group,
             sequence_parallel=self.sequence_parallel,
         )
+        return x, None

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from boost_layers import communication, ops
 from boost_layers.kept import KeptTokens, restored, to_save
-from boost_layers.latent import LatentKind, ResidualSource
-from boost_layers.mappings import as_tokens
+from boost_layers.latent import LatentKind, Reduced, ResidualSource, reduced_latent
+from boost_layers.mappings import as_sequence, as_tokens
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,29 @@ class NormSettings:
     """The tensor-parallel group."""
 
 
-def _reduced_latent(
-    x: Tensor,
-    folded: Tensor,
-    s_local: Tensor,
-    hidden_size: int,
-    eps: float,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """u `[n, w]` and ρ `[n, 1]` of the online norm: the GEMM's partial sums and the statistics in
-    one message of two contiguous blocks, `[n, w]` and `[n, columns]`; one all-reduce.
+@dataclass(frozen=True)
+class _Message:
+    """What the online norm's all-reduce carries: the GEMM's partial sums and the statistics, in two
+    contiguous blocks. It is in the dtype of x, but in fp32 for fp16: H is not normalised yet, and
+    it as well as the statistics may be beyond fp16's 65504."""
 
-    The message is in the dtype of x, but in fp32 for fp16: H is not normalised yet, and it as well
-    as the statistics may be beyond fp16's 65504.
-    """
-    n, width = x.shape[0], folded.shape[0]
-    dtype = ops.message_dtype(x.dtype)
-    if group.size() == 1:
-        h = x.new_empty(n, width, dtype=dtype)
-        ops.project_down(x, folded, h)
-        return ops.normalise_latent(h, s_local, hidden_size, eps, x.dtype)
-    columns = ops.statistics_columns(dtype, group.size())
-    message = x.new_empty(n * (width + columns), dtype=dtype)
-    h = message[: n * width].view(n, width)
-    statistics = message[n * width :].view(n, columns)
-    ops.project_down(x, folded, h)
-    ops.write_statistics(s_local, statistics, group.rank())
-    communication.all_reduce(message, group, communication.current_phase())
-    return ops.normalise_latent(h, ops.read_statistics(statistics), hidden_size, eps, x.dtype)
+    whole: Tensor
+    h: Tensor
+    """`[n, w]`."""
+    slots: Tensor | None
+    """`[n, columns]`; None at T = 1."""
+
+    @classmethod
+    def empty(cls, x: Tensor, width: int, group: dist.ProcessGroup) -> _Message:
+        """A message for the tokens x `[n, k]`."""
+        n, dtype = x.shape[0], ops.message_dtype(x.dtype)
+        if group.size() == 1:
+            h = x.new_empty(n, width, dtype=dtype)
+            return cls(h, h, None)
+        columns = ops.statistics_columns(dtype, group.size())
+        whole = x.new_empty(n * (width + columns), dtype=dtype)
+        h, slots = whole.split([n * width, n * columns])
+        return cls(whole, h.view(n, width), slots.view(n, columns))
 
 
 _Source = tuple[LatentKind, KeptTokens | None]
@@ -74,8 +69,8 @@ def _saved_input(
     if source is None:
         return None, (x,)
     value, kept = to_save(source.latent.value, source.latent.kept)
-    _, *norm = source.latent.tensors
-    tensors = (source.residual, value, *norm, source.weight)
+    _, *others = source.latent.tensors
+    tensors = (source.residual, source.weight, value, *others)
     return (source.latent.kind, kept), tuple(t if t is None else t.detach() for t in tensors)
 
 
@@ -84,86 +79,143 @@ def _restored_input(source: _Source | None, saved: Sequence[Tensor]) -> Tensor:
     if source is None:
         return as_tokens(saved[0])
     kind, kept = source
-    residual, value, norm_weight, norm_bias, weight = saved
-    z = kind.activate(restored(value, kept), norm_weight, norm_bias)
-    return torch.addmm(as_tokens(residual), z, weight.t())
+    residual, weight, value, *others = saved
+    (x,) = ops.up_projection(kind.open(restored(value, kept), *others), [weight])
+    return x.add_(as_tokens(residual))
 
 
 class _NormDown(torch.autograd.Function):
-    """RMSNorm and the grouped, row-parallel down-projections that follow it."""
+    """The residual's sum, RMSNorm, and the grouped, row-parallel down-projections that follow."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        delta: Tensor | None,
         gamma: Tensor,
         groups: Sequence[int],
         norm: NormSettings,
         kept: Sequence[KeptTokens],
         source: ResidualSource | None,
         *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
+        runs = split_runs(weights, groups)
+        widths = [sum(a.shape[0] for a in members) for members in runs]
+        messages = [_Message.empty(as_tokens(x), widths[0], norm.group)] if norm.online else []
+        slots = messages[0].slots if messages else None
+        if delta is None:
+            s = ops.rms_stats(as_tokens(x), slots, norm.group.rank())
+        else:
+            # The sum takes delta's place; x is kept for the backward of the norm before.
+            s = ops.residual_add_rms_stats(as_tokens(delta), as_tokens(x), slots, norm.group.rank())
+            ctx.mark_dirty(delta)
+            x = delta
         tokens = as_tokens(x)
-        s = ops.sum_of_squares(tokens)
-        rho = None
-        normed = tokens
-        if not norm.online:
-            s = communication.all_reduce(s, norm.group, communication.current_phase())
-            rho = torch.sqrt(s / norm.hidden_size + norm.eps)
-            normed = (tokens / rho).to(tokens.dtype)
-        latents = []
-        for members in split_runs(weights, groups):
-            folded = ops.fold_gamma(gamma, members)
-            if rho is None:
-                u, rho = _reduced_latent(tokens, folded, s, norm.hidden_size, norm.eps, norm.group)
-            elif norm.online:
-                u = x.new_empty(tokens.shape[0], folded.shape[0], dtype=ops.message_dtype(x.dtype))
-                ops.project_down(tokens, folded, u)
-                communication.all_reduce(u, norm.group, communication.current_phase())
-                u = ops.divide_latent(u, rho, x.dtype)
-            else:
-                u = torch.mm(normed, folded.t())
-                communication.all_reduce(u, norm.group, communication.current_phase())
-            latents.append(u)
-        ctx.groups, ctx.norm, ctx.shape = groups, norm, x.shape
-        ctx.kept = [share.add_consumer() for share in kept]
-        if kept:
-            for share, u in zip(kept, latents, strict=True):
-                share.keep(u)
+        ctx.groups, ctx.norm, ctx.shape, ctx.summed = groups, norm, x.shape, delta is not None
         ctx.source, made_of = _saved_input(x, source)
         ctx.made_of = len(made_of)
-        ctx.save_for_backward(*made_of, gamma, rho, *([] if kept else latents), *weights)
-        return x.view_as(x), *(u.view(*x.shape[:-1], -1) for u in latents)
+        ctx.kept = [share.add_consumer() for share in kept]
+        of_norm: list[Tensor] = []
+        of_token = None
+        if norm.online:
+            of_token, latents = _online(tokens, gamma, runs, s, messages[0], norm)
+        else:
+            rho, latents = _synchronised(tokens, gamma, runs, s, norm)
+            of_norm = [rho] if kept else [rho, *latents]
+            for share, u in zip(kept, latents, strict=bool(kept)):
+                share.keep(u)
+        ctx.save_for_backward(*made_of, gamma, *weights, *of_norm)
+        residual = x.view_as(x) if delta is None else x
+        return residual, of_token, *(as_sequence(latent, x) for latent in latents)
 
     @staticmethod
-    def backward(ctx: Any, dresidual: Tensor, *dlatents: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dresidual: Tensor, ds: Tensor | None, *dlatents: Tensor
+    ) -> tuple[Any, ...]:
         tokens = _restored_input(ctx.source, ctx.saved_tensors[: ctx.made_of])
-        gamma, rho, *saved = ctx.saved_tensors[ctx.made_of :]
-        count = len(ctx.groups)
-        latents = [share.whole() for share in ctx.kept] or saved[:count]
-        weights = saved if ctx.kept else saved[count:]
-        hidden_size = ctx.norm.hidden_size
-        scaled = [
-            ops.normalise_latent_backward(as_tokens(du), u, rho, hidden_size)
-            for du, u in zip(dlatents, latents, strict=True)
-        ]
-        c = scaled[0][1]
-        for _, share in scaled[1:]:
-            c = c + share
-        dx = torch.addcmul(as_tokens(dresidual).to(c.dtype), tokens, c).to(tokens.dtype)
-        dgamma = torch.zeros_like(gamma, dtype=rho.dtype)
+        gamma, *others = ctx.saved_tensors[ctx.made_of :]
+        weights, of_norm = others[: sum(ctx.groups)], others[sum(ctx.groups) :]
+        grads = [as_tokens(dlatent) for dlatent in dlatents]
+        if not ctx.norm.online:
+            rho, *saved = of_norm
+            latents = [share.whole() for share in ctx.kept] or saved
+            grads, ds = _synchronised_backward(grads, latents, rho, ctx.norm.hidden_size)
+        assert ds is not None
+        dx = ops.residual_gradient(as_tokens(dresidual), tokens, ds)
+        dgamma = torch.zeros_like(gamma, dtype=ds.dtype)
         dweights: list[Tensor] = []
-        for members, (dh, _) in zip(split_runs(weights, ctx.groups), scaled, strict=True):
-            dx.addmm_(dh, ops.fold_gamma(gamma, members))
-            m = torch.mm(dh.t(), tokens)
-            for a, rows in zip(members, m.split([a.shape[0] for a in members]), strict=True):
-                dgamma += torch.sum(rows * a, dim=0, dtype=dgamma.dtype)
-                dweights.append(rows.mul_(gamma))
-        return dx.view(ctx.shape), dgamma.to(gamma.dtype), None, None, None, None, *dweights
+        for members, dh in zip(split_runs(weights, ctx.groups), grads, strict=True):
+            dh = dh.to(tokens.dtype)
+            dx = ops.down_projection_dgrad(dh, ops.fold_gamma(gamma, members), dx)
+            m = ops.down_projection_wgrad(dh, tokens)
+            of_members, of_gamma = ops.fold_gamma_backward(m, gamma, members)
+            dgamma += of_gamma
+            dweights += of_members
+        dx = dx.view(ctx.shape)
+        ddelta = dx if ctx.summed else None
+        return dx, ddelta, dgamma.to(gamma.dtype), None, None, None, None, *dweights
+
+
+def _online(
+    tokens: Tensor,
+    gamma: Tensor,
+    runs: Sequence[Sequence[Tensor]],
+    s: Tensor,
+    message: _Message,
+    norm: NormSettings,
+) -> tuple[Tensor, list[Tensor]]:
+    """S of the whole tokens `[n, 1]` and H of every group: one all-reduce each, the first of which
+    carries the statistics."""
+    latents = []
+    for i, members in enumerate(runs):
+        folded = ops.fold_gamma(gamma, members)
+        if i > 0:
+            h = tokens.new_empty(tokens.shape[0], folded.shape[0], dtype=message.h.dtype)
+            message = _Message(h, h, None)
+        ops.down_projection(tokens, folded, message.h)
+        communication.all_reduce(message.whole, norm.group, communication.current_phase())
+        if message.slots is not None:
+            s = ops.read_statistics(message.slots)
+        latents.append(message.h)
+    return s, latents
+
+
+def _synchronised(
+    tokens: Tensor,
+    gamma: Tensor,
+    runs: Sequence[Sequence[Tensor]],
+    s: Tensor,
+    norm: NormSettings,
+) -> tuple[Tensor, list[Tensor]]:
+    """ρ `[n, 1]` and u of every group: an all-reduce of the statistics, the norm, and one
+    all-reduce for each group."""
+    s = communication.all_reduce(s, norm.group, communication.current_phase())
+    rho = torch.sqrt(s / norm.hidden_size + norm.eps)
+    normed = (tokens / rho).to(tokens.dtype)
+    latents = []
+    for members in runs:
+        folded = ops.fold_gamma(gamma, members)
+        u = tokens.new_empty(tokens.shape[0], folded.shape[0])
+        ops.down_projection(normed, folded, u)
+        communication.all_reduce(u, norm.group, communication.current_phase())
+        latents.append(u)
+    return rho, latents
+
+
+def _synchronised_backward(
+    dlatents: Sequence[Tensor], latents: Sequence[Tensor], rho: Tensor, hidden_size: int
+) -> tuple[list[Tensor], Tensor]:
+    """dH = du/ρ and dS = −(du·u)/(2·ρ²·d) from u, which is divided by ρ already."""
+    dot = torch.zeros_like(rho)
+    for du, u in zip(dlatents, latents, strict=True):
+        dot += (du.to(rho.dtype) * u.to(rho.dtype)).sum(dim=-1, keepdim=True)
+    grads = [(du / rho).to(du.dtype) for du in dlatents]
+    return grads, dot.div_(rho.square().mul_(-2 * hidden_size))
 
 
 def norm_down(
     x: Tensor,
+    delta: Tensor | None,
     gamma: Tensor,
     weights: Sequence[Tensor],
     groups: Sequence[int],
@@ -171,47 +223,48 @@ def norm_down(
     *,
     kept: Sequence[KeptTokens] = (),
     source: ResidualSource | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """RMSNorm and grouped down-projections: u = (x·(γ∘A)ᵀ)/ρ, ρ = sqrt(Σx²/d + ε) (online norm).
+) -> tuple[Tensor, tuple[Reduced, ...]]:
+    """x += Δ, RMSNorm and grouped down-projections: H = x·(γ∘A)ᵀ, to be divided by
+    ρ = sqrt(S/d + ε), S = Σx², by whoever takes it (online norm).
 
     Args:
         x: the residual stream, `[s, b, d/T]` of the global `[s, b, d]`.
+        delta: what the sublayer before adds to it, of the same shape; the sum is written into it.
         gamma: the norm's weight, `[d/T]`.
         weights: A_i, `[r_i, d/T]` of the global `[r_i, d]`.
         groups: how many consecutive weights share a GEMM and an all-reduce.
         norm: with `online` the statistics ride in the first group's all-reduce; otherwise they have
-            one of their own (`[n, 1]` in fp32) before the GEMM, and the GEMM's input is x/ρ.
-        kept: one for each group: keeps this rank's share of u in place of the whole.
+            one of their own (`[n, 1]` in fp32) before the GEMM, whose input is x/ρ, and latents
+            come out divided.
+        kept: without `online`, one for each group: keeps this rank's share of u in place of the
+            whole.
         source: x is not kept but made again from this in backward.
 
     Returns:
-        x itself for the residual branch, and one pre-activation latent `[s, b, w]` per group,
-        replicated.
+        x for the residual branch, and for each group its latents `[s, b, w]`, replicated.
 
     Forward: one all-reduce per group of `[n, w]` elements, plus the statistics' columns (T = 1:
-    none); in the dtype of x, fp32 for fp16. Input gradient: dx = dresidual + c∘x + dH·(γ∘A),
-    dH = du/ρ, c = −(du·u)/(ρ²·d), no collective. Weight gradients: M = dHᵀ·x, dA = M∘γ,
-    dγ = Σ_r M∘A, no collective. Beside the weights only x, u and ρ are kept.
+    none); in the dtype of x, fp32 for fp16. Input gradient: dx = dresidual + 2·dS∘x + dH·(γ∘A), no
+    collective (dS and dH come from the latents' consumers). Weight gradients: M = dHᵀ·x, dA = M∘γ,
+    dγ = Σ_r M∘A, no collective. Beside the weights only x is kept (and ρ and u without `online`).
     """
-    x_residual, *latents = _NormDown.apply(
-        x, gamma, tuple(groups), norm, tuple(kept), source, *weights
+    x, s, *latents = _NormDown.apply(
+        x, delta, gamma, tuple(groups), norm, tuple(kept), source, *weights
     )
-    return x_residual, tuple(latents)
+    return x, tuple(Reduced(latent, s, norm.hidden_size, norm.eps) for latent in latents)
 
 
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        u = torch.mm(as_tokens(y), weight.t())
-        communication.all_reduce(u, group, communication.current_phase())
         ctx.save_for_backward(y, weight)
-        return u.view(*y.shape[:-1], -1)
+        return reduced_latent(y, weight, group)
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight = ctx.saved_tensors
-        du = as_tokens(du)
-        return torch.mm(du, weight).view(y.shape), torch.mm(du.t(), as_tokens(y)), None
+        dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), weight), y)
+        return dy, ops.down_projection_wgrad(du, y).to(weight.dtype), None
 
 
 def down(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
-from boost_layers.latent import LayerLatents, activated
+from boost_layers.latent import LayerLatents, Reduced, activated
 from boost_layers.mappings import (
+    as_sequence,
     as_tokens,
     gather_partial_gradient,
     gather_replicated,
@@ -40,7 +41,7 @@ class _ColumnDown(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, reduce_gradient: bool, group: dist.ProcessGroup, *weights: Tensor
     ) -> Tensor:
-        folded = ops.fold_gamma(None, weights)
+        folded = _grouped(weights)
         ctx.reduce_gradient, ctx.group = reduce_gradient, group
         ctx.save_for_backward(x, *weights)
         return torch.mm(as_tokens(x), folded.t()).view(*x.shape[:-1], -1)
@@ -49,7 +50,7 @@ class _ColumnDown(torch.autograd.Function):
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         du = as_tokens(du)
-        dx = torch.mm(du, ops.fold_gamma(None, weights))
+        dx = torch.mm(du, _grouped(weights))
         pending = None
         if ctx.reduce_gradient:
             pending = communication.start_all_reduce(dx, ctx.group, "backward")
@@ -57,6 +58,11 @@ class _ColumnDown(torch.autograd.Function):
         if pending is not None:
             pending.wait()
         return dx.view(x.shape), None, None, *dweight.split([a.shape[0] for a in weights])
+
+
+def _grouped(weights: Sequence[Tensor]) -> Tensor:
+    """A_i `[r_i, k]`, one below the other."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 def column_down(
@@ -82,15 +88,15 @@ class _RowUp(torch.autograd.Function):
         group: dist.ProcessGroup,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        z = ops.apply_activation(as_tokens(u), activation)
+        widths = [b.shape[1] for b in weights]
+        z, _ = ops.latent_epilogue(as_tokens(u), widths, activation)
         ctx.activation, ctx.sliced, ctx.group = activation, sliced, group
         ctx.has_residual = residual is not None
         ctx.save_for_backward(u, *weights)
         outputs = []
-        for part, b in zip(z.split([b.shape[1] for b in weights], dim=1), weights, strict=True):
-            y = torch.mm(part, b.t())
+        for y in ops.up_projection(z, weights):
             communication.all_reduce(y, group, communication.current_phase())
-            y = y.view(*u.shape[:-1], -1)
+            y = as_sequence(y, u)
             if sliced and group.size() > 1:
                 y = shard_of(y, -1, group.rank(), group.size()).contiguous()
             outputs.append(y)
@@ -106,14 +112,10 @@ class _RowUp(torch.autograd.Function):
         if ctx.sliced and ctx.group.size() > 1:
             grads = _gather_heads(grads, ctx.group)
         widths = [b.shape[1] for b in weights]
-        dz = torch.empty_like(tokens)
-        for part, dy, b in zip(dz.split(widths, dim=1), grads, weights, strict=True):
-            torch.mm(dy, b, out=part)
-        z = ops.apply_activation(tokens, ctx.activation)
-        dweights = [
-            torch.mm(dy.t(), part) for part, dy in zip(z.split(widths, dim=1), grads, strict=True)
-        ]
-        du = ops.apply_activation_backward(dz, tokens, ctx.activation)
+        dz = ops.up_projection_dgrad(grads, weights)
+        z, _ = ops.latent_epilogue(tokens, widths, ctx.activation)
+        dweights = ops.up_projection_wgrad(grads, z, widths)
+        du, *_ = ops.latent_epilogue_backward(dz, widths, ctx.activation, h=tokens)
         return du.view(u.shape), dys[0] if ctx.has_residual else None, None, None, None, *dweights
 
 
@@ -169,22 +171,24 @@ class VanillaProjections(nn.Module):
         """`[s, b, d]`, as it comes."""
         return x
 
-    def leave(self, x: Tensor, *, convert: bool) -> Tensor:
+    def leave(self, x: Tensor, delta: Tensor | None, *, convert: bool) -> Tensor:
         """`[s, b, d]`, as it is."""
         return x
 
     def sublayer(
         self,
         x: Tensor,
+        delta: Tensor | None,
         norm: NormWeight,
         inputs: Sequence[Factors],
         between: Callable[..., Tensor],
         output: Factors,
         latents: LayerLatents,
-    ) -> Tensor:
-        """x + output(between(inputs(norm(x)))), attention or MLP: `[s, b, d]` → the same."""
+    ) -> tuple[Tensor, None]:
+        """x + output(between(inputs(norm(x)))), attention or MLP: `[s, b, d]` → the same, and
+        nothing to be added later."""
         x, outputs = self._project_in(x, norm, inputs, latents)
-        return self._project_out(between(*outputs), output, x, latents)
+        return self._project_out(between(*outputs), output, x, latents), None
 
     def _project_in(
         self, x: Tensor, norm: NormWeight, inputs: Sequence[Factors], latents: LayerLatents
@@ -234,7 +238,7 @@ class VanillaProjections(nn.Module):
         if self.low_rank.crossing:
             ranks = [each.rank for each in factors]
             u = whole_latents(u, ranks, self.tp_group)
-            u = latent_shares(activated(latents.next(u, factors)), ranks, self.tp_group)
+            u = latent_shares(activated(latents.next(Reduced(u), factors)), ranks, self.tp_group)
             activation = "identity"
         weights = [each.B for each in factors]
         return row_up(u, weights, activation, self.tp_group, sliced=sliced, residual=residual)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from boost_layers.communication import LEDGER
 from boost_layers.config import LowRankConfig
 from boost_layers.kept import KeptTokens
 from boost_layers.latent import Latent, LatentKind, activated
 from tests.distributed.test_parity import CASES, LAX_CASES, LAYER_CASES, batch
+from tests.support.accounted import ADDED_IN_PLACE
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
 from tests.support.plain_llama import random_canonical
@@ -43,19 +44,10 @@ MODELS = {
 }
 
 
-class GemmFlops(TorchDispatchMode):
-    """Counts 2·m·n·k of every matrix product, by product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::").rstrip("_")
-        if name in ("mm", "addmm", "bmm", "baddbmm"):
-            a, b = (args[1], args[2]) if name in ("addmm", "baddbmm") else args[:2]
-            self.flops += 2 * a.numel() * b.shape[-1]
-        return func(*args, **(kwargs or {}))
+def gemm_flops(counter: FlopCounterMode) -> int:
+    """2·m·n·k of every matrix product, without those within attention."""
+    by_operator = counter.get_flop_counts()["Global"]
+    return sum(count for name, count in by_operator.items() if "attention" not in str(name))
 
 
 def each(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
@@ -70,13 +62,13 @@ def each(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
             with parallel_gpt(case, tensors) as model:
                 LEDGER.clear()
                 loss = model(tokens, positions, None, labels=labels)
-                with GemmFlops() as gemms:
+                with FlopCounterMode(display=False, custom_mapping=ADDED_IN_PLACE) as flops:
                     loss.mean().backward()
                 gradients = {n: p.grad for n, p in model.named_parameters()}
                 found[name] = {
                     "loss": loss.detach(),
                     "gradients": gather_canonical(model, gradients, 52),
-                    "flops": gemms.flops,
+                    "flops": gemm_flops(flops),
                     "collectives": {
                         key: (count.calls, count.bytes)
                         for key, count in LEDGER.counts.items()

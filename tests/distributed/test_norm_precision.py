@@ -19,6 +19,7 @@ from tests.distributed.test_parity import relative_error
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, parallel_gpt, tensor_parallel_state
 from tests.support.plain_llama import PlainConfig, PlainLlama, random_canonical
+from tests.support.reduced import u_of
 
 PLAIN = PlainConfig(
     vocab_size=64,
@@ -111,7 +112,8 @@ def large_latents(x: Tensor, a: Tensor, dtype: torch.dtype) -> dict[str, tuple[T
         weight = a.to(dtype).chunk(size, dim=-1)[rank].contiguous()
         gamma = torch.ones(local.shape[-1], dtype=dtype)
         settings = NormSettings(x.shape[-1], 1e-5, online, group)
-        _, (u,) = norm_down(local, gamma, [weight], [1], settings)
+        _, (reduced,) = norm_down(local, None, gamma, [weight], [1], settings)
+        u = u_of(reduced, dtype)
         (du,) = torch.autograd.grad(u, local, torch.ones_like(u))
         found[norm] = u.detach(), gather_last_dim(du, group, "forward")
     return found

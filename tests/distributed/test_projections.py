@@ -20,6 +20,7 @@ from boost_layers.projection.full_rank import column_linear, row_linear
 from boost_layers.projection.row_down import NormSettings, down, norm_down
 from boost_layers.projection.vanilla import column_down, row_up
 from tests.support.distributed import run_ranks
+from tests.support.reduced import u_of
 
 S, B, D, R, OUT = 8, 3, 16, 12, 20
 EPS = 1e-5
@@ -75,8 +76,15 @@ def btp() -> None:
                 x: Tensor, gamma: Tensor, *a: Tensor, groups: Any = groups, online: bool = online
             ) -> list[Tensor]:
                 norm = NormSettings(D, EPS, online, group)
-                x, u = norm_down(x, gamma, a, groups, norm)
-                return [x, *u]
+                x, reduced = norm_down(x, None, gamma, a, groups, norm)
+                return [x, *(u_of(each, x.dtype) for each in reduced)]
+
+            def add_norm_and_down(
+                x: Tensor, delta: Tensor, gamma: Tensor, *a: Tensor, groups: Any = groups
+            ) -> list[Tensor]:
+                norm = NormSettings(D, EPS, online, group)  # noqa: B023
+                x, reduced = norm_down(x, delta.clone(), gamma, a, groups, norm)
+                return [x, *(u_of(each, x.dtype) for each in reduced)]
 
             def dense_norm_and_down(
                 x: Tensor, gamma: Tensor, *a: Tensor, groups: Any = groups
@@ -86,6 +94,12 @@ def btp() -> None:
 
             shapes = [((S, B, D), 2), ((D,), 0), ((R, D), 1), ((R, D), 1)]
             compare(norm_and_down, dense_norm_and_down, shapes, [2, *[None] * len(groups)])
+            compare(
+                add_norm_and_down,
+                lambda x, delta, *others: dense_norm_and_down(x + delta, *others),  # noqa: B023
+                [shapes[0], *shapes],
+                [2, *[None] * len(groups)],
+            )
     compare(
         lambda y, a: [down(y, a, group)],
         lambda y, a: [F.linear(y, a)],
@@ -93,23 +107,14 @@ def btp() -> None:
         [None],
     )
     for activation, phi in (("silu", F.silu), ("gelu", F.gelu), ("identity", lambda u: u)):
-        for batched in (True, False):
-            compare(
-                lambda u, *b, act=activation, batched=batched: up(
-                    Latent(u, LatentKind((R, R), act)), b, group, batched=batched
-                ),
-                lambda u, *b, phi=phi: [
-                    F.linear(phi(part), w) for part, w in zip(u.split(R, -1), b, strict=True)
-                ],
-                [((S, B, 2 * R), None), ((OUT, R), 0), ((OUT, R), 0)],
-                [2, 2],
-            )
-    compare(
-        lambda u, x, b: up(Latent(u, LatentKind((R,), "silu")), [b], group, residual=x),
-        lambda u, x, b: [x + F.linear(F.silu(u), b)],
-        [((S, B, R), None), ((S, B, OUT), 2), ((OUT, R), 0)],
-        [2],
-    )
+        compare(
+            lambda u, *b, act=activation: up(Latent(u, LatentKind((R, R), act)), b, group),
+            lambda u, *b, phi=phi: [
+                F.linear(phi(part), w) for part, w in zip(u.split(R, -1), b, strict=True)
+            ],
+            [((S, B, 2 * R), None), ((OUT, R), 0), ((OUT, R), 0)],
+            [2, 2],
+        )
 
 
 def vanilla() -> None:

@@ -79,7 +79,7 @@ def test_fp16_survives_what_its_range_cannot_hold_on_cuda() -> None:
     x = (torch.randn(32, 256, generator=generator) * 1e4).clamp(-6e4, 6e4).half()
     a = torch.randn(48, 256, generator=generator).half()
     h = torch.empty(32, 48, dtype=torch.float32, device="cuda")
-    ops.project_down(x.cuda(), a.cuda(), h)
+    ops.down_projection(x.cuda(), a.cuda(), h)
     exact = x.double() @ a.double().t()
     assert exact.abs().max() > torch.finfo(torch.float16).max
     assert ((h.double().cpu() - exact).norm() / exact.norm()) <= 1e-5

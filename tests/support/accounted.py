@@ -116,12 +116,14 @@ def _product_flops(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) ->
     return 2 * a[0] * a[1] * b[1]
 
 
+ADDED_IN_PLACE = {torch.ops.aten.addmm_: _product_flops}
+"""Not in torch's list: the product that is added in place."""
+
+
 def counted_flops(loss: Any) -> int:
     """The operations of `loss()` and of its backward, as torch counts them: attention as the
     matrix products of a kernel that computes all of Q·Kᵀ."""
-    # Not in torch's list: the product that is added in place.
-    mapping = {torch.ops.aten.addmm_: _product_flops}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ADDED_IN_PLACE) as counter:
         with sdpa_kernel(SDPBackend.MATH):
             loss().backward()
     return counter.get_total_flops()

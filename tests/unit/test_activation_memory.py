@@ -64,7 +64,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 )
 def test_a_btp_layer_keeps_exactly_this(low_rank: LowRankConfig, kv_heads: int) -> None:
     """No φ(u), no normalised input, no folded γ∘A, and no more of a batched result than is read
-    again. The attention's output is there twice: as SDPA keeps it, and as o's A reads it."""
+    again."""
     tensors = kept(layer(low_rank, kv_heads), *inputs())
     n, q, kv = S * B, HEADS * HEAD, kv_heads * HEAD
     numbers = {
@@ -72,7 +72,7 @@ def test_a_btp_layer_keeps_exactly_this(low_rank: LowRankConfig, kv_heads: int) 
         "latents": 7 * n * R,
         "rho": 2 * n,
         "q, k, v": n * (q + 2 * kv),
-        "attention": 2 * n * q,
+        "attention": n * q,
         "log-sum-exp": n * HEADS,
         "cosine and sine": 2 * S * HEAD,
         "gate, up, product": 3 * n * F,
@@ -100,7 +100,7 @@ def test_the_activated_latent_is_not_kept() -> None:
         activated = torch.nn.functional.silu(latent)
         for tensor in tensors:
             same_size = tensor.numel() == activated.numel()
-            assert not (same_size and torch.equal(tensor.view(-1), activated.view(-1)))
+            assert not (same_size and torch.equal(tensor.reshape(-1), activated.reshape(-1)))
 
 
 def test_the_test_would_see_a_kept_activation() -> None:

@@ -63,7 +63,9 @@ def _latents(model: Model, layout: Layout, layer: int) -> Parts:
         if crossed:
             parts["latents before the crossing"] = n * behind_norm * number // kept_share
         # Online statistics arrive in one message with latents that stay part of it.
+        # LaX's first layer keeps latents divided by ρ instead.
         in_message = kept_share == 1 and message_dtype(layout.dtype) == layout.dtype
+        in_message = in_message and (crossed or not settings.crossing)
         if settings.norm == "online" and tp > 1 and in_message:
             columns = statistics_columns(layout.dtype, tp)
             parts["statistics' columns"] = 2 * n * columns * number
@@ -103,34 +105,36 @@ def _residual_and_norms(model: Model, layout: Layout, layer: int) -> Parts:
 
 
 def _attention(model: Model, layout: Layout, layer: int) -> Parts:
-    """RoPE's tables, q, k, v, and the attention's output twice: as the kernel keeps it and as the
-    next projection reads it (gathered, for vanilla's sliced heads)."""
+    """RoPE's tables, q, k, v, and the attention's output, which the next projection reads where the
+    kernel put it; vanilla's sliced heads are gathered for it."""
     settings, strategy = model.settings(layer), model.strategy(layer)
     n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
     replicated = strategy == "vanilla" and settings.vanilla_attention == "replicated"
     heads_share = 1 if replicated else tp
     q, kv = model.query_width // heads_share, model.key_width // heads_share
-    read = model.query_width if strategy == "vanilla" else q
-    parts = {"q, k, v": n * (q + 2 * kv) * number}
+    parts = {"q, k, v": n * (q + 2 * kv) * number, "attention output": n * q * number}
+    if strategy == "vanilla" and heads_share > 1:
+        parts["attention output, gathered"] = n * model.query_width * number
     if model.rotated_channels:
         parts["cosine and sine"] = 2 * layout.sequence_length * model.rotated_channels * number
-    elif settings.grouping and strategy == "btp" and q == kv:
-        # Without RoPE, which copies, q and k are parts of one batched result that v is copied from.
-        parts["q, k, v"] += n * kv * number
-    parts["attention output, for o"] = n * read * number
     if layout.recompute == "core_attention":
+        if strategy == "vanilla" and heads_share > 1:
+            del parts["attention output"]
         return parts
     heads = model.num_attention_heads // heads_share
     if settings.core_attention == "local":
-        # It copies k and v for every query head, and keeps all of softmax(Q·Kᵀ), in fp32 and in
-        # the dtype that P·V is computed in, and the mask.
+        # It copies k and v for every query head where those are more, and keeps all of
+        # softmax(Q·Kᵀ), in fp32 and in the dtype that P·V is computed in, and the mask.
         scores = n * layout.sequence_length * heads
-        parts["q, k, v"] = 3 * n * q * number
+        together = strategy == "btp" and settings.grouping
+        parts["q, k, v"] = n * (q + 2 * kv) * number if together or q == kv else n * q * number
+        parts["k and v, for every head"] = 2 * n * q * number if q != kv else 0
         parts["softmax"] = scores * _statistics_bytes(layout)
         parts["softmax, for v"] = scores * number if number < 4 else 0
         parts["mask"] = layout.sequence_length**2
+        if strategy == "vanilla" and heads_share > 1:
+            del parts["attention output"]
         return parts
-    parts["attention output"] = n * q * number
     parts["log-sum-exp"] = n * heads * _statistics_bytes(layout)
     return parts
 
