@@ -19,7 +19,7 @@ endef
 in_parallel := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast check bench ext help
+.PHONY: demo test test-fast check bench ext check-cuda help
 
 demo: $(extension) ## train a CoLA model with BTP and its two baselines on CPU, write a report
 	@$(python) tools/demo.py
@@ -39,10 +39,20 @@ check: $(installed) ## format, lint and types
 bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
 	@$(python) benchmarks/memory.py
+	@$(python) benchmarks/kernels.py
 
 ext: $(installed) ## build the extension (csrc) anew, with CUDA where nvcc and a CUDA torch are found
 	@$(call build_extension,--force)
 	@$(python) -m boost_layers.ops
+
+check-cuda: $(installed) ## compile csrc with CUDA, and see that no kernel spills registers
+	@if command -v nvcc >/dev/null && $(python) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; \
+	then \
+		echo "Compiling csrc with CUDA (minutes)" && mkdir -p build && \
+		{ BOOST_BUILD=cuda $(python) setup.py build_ext --force --build-temp build/cuda \
+			--build-lib build/cuda >build/cuda.log 2>&1 || { tail -n 60 build/cuda.log; exit 1; }; } && \
+		$(python) scripts/check_ptxas.py build/cuda.log; \
+	else echo "check-cuda: no nvcc, or a torch without CUDA: left out"; fi
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=/path/to/python] [VENV=folder]"

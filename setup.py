@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent
 EXTENSION = "boost_layers.ops._C"
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-lineinfo"]
+# What ptxas says is read by `make check-cuda`.
+NVCC_FLAGS = ["-O3", "-std=c++20", "-lineinfo", "-Xptxas", "-v"]
 INSTRUCTION_SETS = {
     "default": "-DCPU_CAPABILITY=DEFAULT -DCPU_CAPABILITY_DEFAULT",
     "avx2": "-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -mavx2 -mfma -mf16c",
@@ -80,7 +81,11 @@ def extension(build: str) -> dict:
             super().build_extension(ext)
 
     settings = {
-        "sources": ["csrc/build_info.cpp", "csrc/torch_bindings.cpp", *sources("csrc/torch", "*.cpp")],
+        "sources": [
+            "csrc/build_info.cpp",
+            "csrc/torch_bindings.cpp",
+            *sources("csrc/torch", "*.cpp"),
+        ],
         "include_dirs": cpp_extension.include_paths(),
         "define_macros": [("BOOST_TORCH_VERSION", f'"{torch.__version__}"')],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
@@ -94,7 +99,10 @@ def extension(build: str) -> dict:
         for folder in (Path(torch.__file__).parents[1] / "nvidia").glob("cu[0-9]*"):
             settings["include_dirs"].append(str(folder / "include"))
             settings.setdefault("library_dirs", []).append(str(folder / "lib"))
-            settings["extra_link_args"] = [f"-L{folder / 'lib'}", "-l:libcublas.so." + folder.name[2:]]
+            settings["extra_link_args"] = [
+                f"-L{folder / 'lib'}",
+                "-l:libcublas.so." + folder.name[2:],
+            ]
         settings["define_macros"] += [
             ("BOOST_WITH_CUDA", None),
             ("BOOST_CUDA_ARCHITECTURES", f'"{architectures}"'),

@@ -40,8 +40,9 @@ class Result(Protocol):
         """Flat keys with units in their names."""
 
 
-def benchmark_parser(description: str, *, steps: int) -> ToolParser:
-    """The flags that the benchmarks share; `steps` of each variant are taken by default."""
+def benchmark_parser(description: str, *, steps: int, on_cuda: bool = True) -> ToolParser:
+    """The flags that the benchmarks share; `steps` of each variant are taken by default, and with
+    `on_cuda` there is a choice of device."""
     parser = ToolParser(description)
     parser.add_argument("--tp", type=whole_number(1), default=2, help="ranks (%(default)s)")
     parser.set_defaults(full_steps=steps)
@@ -49,7 +50,9 @@ def benchmark_parser(description: str, *, steps: int) -> ToolParser:
         "--steps", type=whole_number(1), help=f"of each variant ({steps}; quick: {_QUICK_STEPS})"
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    parser.set_defaults(device="cpu")
+    if on_cuda:
+        parser.add_argument("--device", choices=("cpu", "cuda"), help="(%(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, to see that everything runs"
     )
@@ -91,13 +94,19 @@ def publish(name: str, result: Result, args: Namespace) -> None:
     """Print the result and write it where `args` say: a page and the steps under new names in
     `args.results`, flat keys to `args.json`."""
     print(f"\n{result.markdown()}")
-    if args.results is not None:
-        stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{result.machine['commit']}"
-        contents = {".md": result.markdown(), ".csv": result.csv()}
-        for path in write_new(args.results, stem, contents):
-            print(f"written: {os.path.relpath(path)}")
+    leave(name, result.machine, {".md": result.markdown(), ".csv": result.csv()}, args)
     if args.json is not None:
         write_json(args.json, result.flat())
+
+
+def leave(
+    name: str, machine: Mapping[str, str], contents: Mapping[str, str], args: Namespace
+) -> None:
+    """Write `contents`, text by suffix, under new names in `args.results`, if that is a folder."""
+    if args.results is not None:
+        stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{machine['commit']}"
+        for path in write_new(args.results, stem, contents):
+            print(f"written: {os.path.relpath(path)}")
 
 
 def _refuse_impossible(tp: int, device: str, sizes: Sizes) -> None:

@@ -76,20 +76,25 @@ def measure(
     rounds: int,
     device: torch.device,
     on_round: Callable[[Sequence[Step]], None],
+    *,
+    prepare: Callable[[str], object] | None = None,
+    enlarge: bool = True,
 ) -> list[Step]:
     """This rank's steps of `rounds` rounds of all `variants`; issues one barrier before each step.
 
     Exposed communication is measured if the ledger is `timed`. `on_round` is called between the
-    rounds, with the steps of the last one.
+    rounds, with the steps of the last one; `prepare` before every step, with its variant. Without
+    `enlarge` the heap is left as it is.
     """
     recorded: list[Step] = []
     for round_number in range(-WARM_UP_ROUNDS, rounds):
-        if round_number == 0 and device.type == "cpu":
+        if round_number == 0 and device.type == "cpu" and enlarge:
             _enlarge_heap()
-        steps = [
-            _timed_step(name, round_number, variants[name], device)
-            for name in rotated(list(variants), round_number)
-        ]
+        steps = []
+        for name in rotated(list(variants), round_number):
+            if prepare is not None:
+                prepare(name)
+            steps.append(_timed_step(name, round_number, variants[name], device))
         if round_number >= 0:
             recorded += steps
             on_round(steps)

@@ -16,11 +16,10 @@ from torch import Tensor, distributed, nn
 from benchmarks.harness import Step, measure
 from benchmarks.heap import bytes_in_use
 from benchmarks.plain_torch import PlainLlama
-from benchmarks.variants import Sizes, Variant
+from benchmarks.variants import DTYPES, Sizes, Variant
 from boost_layers.communication import LEDGER
 from megatron.boost.cpu import megatron_on_cpu
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
 _SEED = 1234
 _NORM_EPS = 1e-6
@@ -62,8 +61,8 @@ def race(
     Raises:
         RuntimeError: if variants of one model disagree in loss or gradient.
     """
-    with _megatron(device):
-        iterations = _iterations(device, variants, sizes, _DTYPES[dtype])
+    with megatron_group(device):
+        iterations = iterations_of(device, variants, sizes, DTYPES[dtype])
         _require_agreement(
             {v: iterations[v.key].fingerprint() for v in variants}, _TOLERANCES[dtype]
         )
@@ -96,23 +95,23 @@ def race_with_memory(
         RuntimeError: if variants of one model disagree in loss or gradient.
     """
     half = replace(sizes, layers=sizes.layers // 2)
-    with _megatron(device):
+    with megatron_group(device):
         kept = {}
         for variant in variants:
             bytes_kept = [
-                _kept_bytes(device, _iterations(device, [variant], s, _DTYPES[dtype])[variant.key])
+                _kept_bytes(device, iterations_of(device, [variant], s, DTYPES[dtype])[variant.key])
                 for s in (sizes, half)
             ]
             mib = (bytes_kept[0] - bytes_kept[1]) / 2**20
             kept[variant.key] = mib / (sizes.layers - half.layers)
     steps = race(device, variants, sizes, dtype, rounds)
-    with _megatron(device):
-        iterations = _iterations(device, variants, half, _DTYPES[dtype])
+    with megatron_group(device):
+        iterations = iterations_of(device, variants, half, DTYPES[dtype])
         again = {key: _recompute_collectives(i) / half.layers for key, i in iterations.items()}
     return steps, kept, again
 
 
-def _kept_bytes(device: torch.device, iteration: _Iteration) -> int:
+def _kept_bytes(device: torch.device, iteration: Iteration) -> int:
     """The second iteration's, when what the first one made for good is there."""
     iteration.run()
     iteration.model.zero_grad(set_to_none=True)
@@ -125,7 +124,7 @@ def _kept_bytes(device: torch.device, iteration: _Iteration) -> int:
     return kept
 
 
-def _recompute_collectives(iteration: _Iteration) -> int:
+def _recompute_collectives(iteration: Iteration) -> int:
     LEDGER.clear()
     iteration.run()
     return sum(
@@ -152,7 +151,7 @@ def _print_round(rounds: int, steps: Sequence[Step]) -> None:
 
 
 @contextlib.contextmanager
-def _megatron(device: torch.device) -> Iterator[None]:
+def megatron_group(device: torch.device) -> Iterator[None]:
     """Megatron's parallel state with the whole world as one tensor-parallel group."""
     with megatron_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
         from megatron.core import parallel_state, tensor_parallel
@@ -168,7 +167,7 @@ def _megatron(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Iteration:
+class Iteration:
     """A training iteration of one model on one fixed batch, without an optimiser."""
 
     model: nn.Module
@@ -193,14 +192,21 @@ class _Iteration:
         return Fingerprint(loss=loss.item(), embedding_gradient_norm=square.sqrt().item())
 
 
-def _iterations(
-    device: torch.device, variants: Sequence[Variant], sizes: Sizes, dtype: torch.dtype
-) -> dict[str, _Iteration]:
+def batch_of(device: torch.device, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels `[b, s]`, always the same."""
     generator = torch.Generator().manual_seed(_SEED)
     text = torch.randint(
         sizes.vocabulary, (sizes.micro_batch, sizes.sequence + 1), generator=generator
     ).to(device)
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def iterations_of(
+    device: torch.device, variants: Sequence[Variant], sizes: Sizes, dtype: torch.dtype
+) -> dict[str, Iteration]:
+    """One iteration of each variant, by key; plain models take the weights of our model before
+    them."""
+    tokens, labels = batch_of(device, sizes)
     weights: dict[bool, Mapping[str, Tensor]] = {}
     iterations = {}
     for variant in variants:
@@ -214,7 +220,7 @@ def _iterations(
             model = PlainLlama(sizes, _NORM_EPS, low_rank=variant.low_rank).to(device, dtype)
             model.load_state_dict(weights[variant.low_rank])
             loss_of = model
-        iterations[variant.key] = _Iteration(model, loss_of, tokens, labels)
+        iterations[variant.key] = Iteration(model, loss_of, tokens, labels)
     return iterations
 
 

@@ -1,7 +1,7 @@
 """Starts a benchmark's ranks on this machine and collects what they return.
 
-A rank runs on one thread, and all ranks talk over gloo on the loopback (CPU) or over NCCL, one GPU
-each (CUDA).
+A rank runs on one thread unless it is told otherwise, and all ranks talk over gloo on the loopback
+(CPU) or over NCCL, one GPU each (CUDA).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from torch import distributed, multiprocessing
 
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
     # gloo looks up the machine's name otherwise, and that need not resolve.
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -34,15 +32,22 @@ _ENVIRONMENT = {
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, device_type: str, *args: Any
+    function: Callable[..., Any],
+    world_size: int,
+    device_type: str,
+    *args: Any,
+    threads: int = 1,
+    init_process_group: bool = True,
 ) -> list[Any]:
-    """Call `function(device, *args)` on `world_size` ranks with a process group around it.
+    """Call `function(device, *args)` on `world_size` ranks, with a process group around it unless
+    `init_process_group` says otherwise.
 
     Args:
         function: a function at the top level of an importable module.
         world_size: the number of ranks; as many GPUs are there on CUDA.
         device_type: "cpu" or "cuda".
         args: travel by pickle, as the results do.
+        threads: of each rank.
 
     Returns:
         The results, by rank.
@@ -51,13 +56,22 @@ def run_on_ranks(
         torch.multiprocessing.ProcessRaisedException: with the traceback of the rank that failed
             first; the others have been ended.
     """
-    environment = _ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {})
+    environment = _ENVIRONMENT | {"OMP_NUM_THREADS": f"{threads}", "MKL_NUM_THREADS": f"{threads}"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # Threads and heap are set up before a rank's first line of Python runs.
         with mock.patch.dict(os.environ, environment):
             multiprocessing.spawn(
                 _rank_main,
-                (world_size, device_type, Path(folder), function, args),
+                (
+                    world_size,
+                    device_type,
+                    Path(folder),
+                    threads,
+                    init_process_group,
+                    function,
+                    args,
+                ),
                 nprocs=world_size,
             )
         return [pickle.loads(_result(Path(folder), r).read_bytes()) for r in range(world_size)]
@@ -72,24 +86,28 @@ def _rank_main(
     world_size: int,
     device_type: str,
     folder: Path,
+    threads: int,
+    init_process_group: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     # Megatron names every optional package that it does without.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world_size,
-    )
+    if init_process_group:
+        distributed.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=world_size,
+        )
     try:
         _result(folder, rank).write_bytes(pickle.dumps(function(device, *args)))
     finally:
-        distributed.destroy_process_group()
+        if init_process_group:
+            distributed.destroy_process_group()

@@ -1,4 +1,5 @@
-"""From the recorded steps of `iteration.py` to its numbers, its table and its files."""
+"""From the recorded steps of `iteration.py` to its numbers, its table and its files, and what other
+benchmarks need of that."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import csv
 import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from benchmarks.harness import (
@@ -50,8 +51,16 @@ def ratio(steps: Sequence[Step], baselines: Iterable[Variant], variant: Variant)
     if not medians or own is None:
         return Ratio(None, None, None, None)
     counted = min(medians, key=medians.__getitem__)
-    rounds = round_ratios(steps, counted.key, variant.key)
-    return Ratio(counted, medians[counted] / own, percentile(rounds, 20), percentile(rounds, 80))
+    return replace(ratio_of_keys(steps, counted.key, variant.key), counted=counted)
+
+
+def ratio_of_keys(steps: Sequence[Step], numerator: str, denominator: str) -> Ratio:
+    """The time of one variant over that of another, both by their keys."""
+    above, below = (summarise(steps, key).median_ms for key in (numerator, denominator))
+    if above is None or below is None:
+        return Ratio(None, None, None, None)
+    rounds = round_ratios(steps, numerator, denominator)
+    return Ratio(None, above / below, percentile(rounds, 20), percentile(rounds, 80))
 
 
 @dataclass(frozen=True, kw_only=True)

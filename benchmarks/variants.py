@@ -1,11 +1,16 @@
-"""What `iteration.py` races: the model's sizes and the variants of it."""
+"""What the benchmarks race: the model's sizes and the variants of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from boost_layers.config import LowRankConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By the name that the command lines have for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

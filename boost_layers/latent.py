@@ -20,6 +20,7 @@ from torch import Tensor
 
 from boost_layers import communication, ops
 from boost_layers.kept import KeptTokens, restored, to_save
+from boost_layers.main_grads import main_grads, stand_ins
 from boost_layers.mappings import as_tokens
 
 if TYPE_CHECKING:
@@ -342,6 +343,15 @@ def reduced_latent(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tenso
     u = y.new_empty(*y.shape[:-1], weight.shape[0])
     ops.down_projection(y, weight, u)
     return communication.all_reduce(u, group, communication.current_phase())
+
+
+def down_weight_gradient(du: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """dA = duᵀ·y `[r, k/T]` of `reduced_latent`, or a stand-in where it is in A's main gradient."""
+    into = main_grads([weight])
+    if into is None:
+        return ops.down_projection_wgrad(du, y).to(weight.dtype)
+    ops.down_projection_accumulate(du, y, into[0])
+    return stand_ins([weight])[0]
 
 
 class LayerLatents:

@@ -21,7 +21,8 @@ from torch import Tensor
 from boost_layers import ops
 from boost_layers.communication import LEDGER
 from boost_layers.kept import KeptTokens, restored, to_save
-from boost_layers.latent import Latent, LatentKind, reduced_latent
+from boost_layers.latent import Latent, LatentKind, down_weight_gradient, reduced_latent
+from boost_layers.main_grads import leaf_for
 from boost_layers.mappings import as_sequence, as_tokens
 
 Between = Callable[[Sequence[Latent], Sequence[Tensor]], Tensor]
@@ -66,14 +67,13 @@ class _Segment(torch.autograd.Function):
             saved[_EACH * i] = restored(saved[_EACH * i], each).view(*ctx.shape, -1)
         needed = ctx.needs_input_grad[-len(saved) :]
         leaves = [
-            t if t is None else t.detach().requires_grad_(wanted)
-            for t, wanted in zip(saved, needed, strict=True)
+            t if t is None else leaf_for(t, wanted) for t, wanted in zip(saved, needed, strict=True)
         ]
         # Nothing may be wanted of what is frozen.
         with torch.set_grad_enabled(any(needed)):
             y = ctx.between(*_latents_and_weights(ctx.kinds, leaves))
         dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), a), y)
-        da = ops.down_projection_wgrad(du, y.detach()).to(a.dtype)
+        da = down_weight_gradient(du, y.detach(), a)
         wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
         found = iter(torch.autograd.grad(y, wanted_leaves, dy) if wanted_leaves else ())
         grads = [next(found) if wanted else None for wanted in needed]

@@ -16,6 +16,7 @@ from torch import Tensor
 from boost_layers import communication, ops
 from boost_layers.kept import KeptTokens, restored, to_save
 from boost_layers.latent import Latent, LatentKind
+from boost_layers.main_grads import main_grads, stand_ins
 from boost_layers.mappings import as_sequence, as_tokens
 
 
@@ -53,7 +54,12 @@ class _Up(torch.autograd.Function):
         pending = communication.start_all_reduce(dz, ctx.group, "backward")
         tokens = restored(value, ctx.kept)
         z = ctx.kind.open(tokens, *others)
-        dweights = ops.up_projection_wgrad(grads, z, ctx.kind.ranks)
+        into = main_grads(weights)
+        if into is None:
+            dweights = ops.up_projection_wgrad(grads, z, ctx.kind.ranks)
+        else:
+            ops.up_projection_accumulate(grads, z, into)
+            dweights = stand_ins(weights)
         # Waited for here, not by a later consumer: with LaX the gradient that comes from the next
         # layer's gate is added to this one, and it is whole already.
         dvalue, *dothers = ctx.kind.open_backward(pending.wait(), tokens, *others)

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from boost_layers import communication, ops
 from boost_layers.kept import KeptTokens, restored, to_save
-from boost_layers.latent import LatentKind, Reduced, ResidualSource, reduced_latent
+from boost_layers.latent import (
+    LatentKind,
+    Reduced,
+    ResidualSource,
+    down_weight_gradient,
+    reduced_latent,
+)
+from boost_layers.main_grads import main_grads, stand_ins
 from boost_layers.mappings import as_sequence, as_tokens
 
 
@@ -148,7 +155,12 @@ class _NormDown(torch.autograd.Function):
             dh = dh.to(tokens.dtype)
             dx = ops.down_projection_dgrad(dh, ops.fold_gamma(gamma, members), dx)
             m = ops.down_projection_wgrad(dh, tokens)
-            of_members, of_gamma = ops.fold_gamma_backward(m, gamma, members)
+            into = main_grads(members)
+            if into is None:
+                of_members, of_gamma = ops.fold_gamma_backward(m, gamma, members)
+            else:
+                of_gamma = ops.fold_gamma_accumulate(m, gamma, members, into)
+                of_members = stand_ins(members)
             dgamma += of_gamma
             dweights += of_members
         dx = dx.view(ctx.shape)
@@ -264,7 +276,7 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, du: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight = ctx.saved_tensors
         dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), weight), y)
-        return dy, ops.down_projection_wgrad(du, y).to(weight.dtype), None
+        return dy, down_weight_gradient(du, y, weight), None
 
 
 def down(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -91,11 +91,26 @@ __device__ inline Pack<T, N> load_constant(const T* from) {
     return pack;
 }
 
+// A word into global memory. Not by assignment: the compiler may take that apart into its elements,
+// and does not always put it together again.
+__device__ inline void store_word(unsigned short* to, unsigned short word) { *to = word; }
+__device__ inline void store_word(unsigned int* to, unsigned int word) { *to = word; }
+__device__ inline void store_word(uint2* to, uint2 word) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(word.x), "r"(word.y)
+                 : "memory");
+}
+__device__ inline void store_word(uint4* to, uint4 word) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+                 : "memory");
+}
+
 template <int N, typename T>
 __device__ inline void store(T* to, const Pack<T, N>& pack) {
     Word<T, N> word;
     memcpy(&word, &pack, sizeof(word));
-    *reinterpret_cast<Word<T, N>*>(to) = word;
+    store_word(reinterpret_cast<Word<T, N>*>(to), word);
 }
 
 template <int N, typename T>
@@ -127,6 +142,7 @@ __device__ inline void write(T* to, const Wide<T> (&values)[N]) {
 template <typename W, int N>
 constexpr int kChunkOf = N < kVector<W> ? N : kVector<W>;
 
+// Into global or shared memory.
 template <int N, typename W>
 __device__ inline void write_chunks(W* to, int step, const W (&values)[N]) {
     constexpr int kChunk = kChunkOf<W, N>;
@@ -135,7 +151,9 @@ __device__ inline void write_chunks(W* to, int step, const W (&values)[N]) {
         Pack<W, kChunk> pack;
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) pack.values[j] = values[i * kChunk + j];
-        store<kChunk>(to + i * step, pack);
+        Word<W, kChunk> word;
+        memcpy(&word, &pack, sizeof(word));
+        *reinterpret_cast<Word<W, kChunk>*>(to + i * step) = word;
     }
 }
 

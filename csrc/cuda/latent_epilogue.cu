@@ -97,7 +97,7 @@ __device__ inline Moments<W> moments_of(int vectors, W rank, LatentNorm norm, W 
 
 // One member of one row for each threadIdx.y and blockIdx.y.
 template <typename H, typename T, int N, bool kNormed>
-__global__ void __launch_bounds__(kMaxThreads) latent_epilogue_kernel(const LatentEpilogue a) {
+__global__ void __launch_bounds__(kMaxThreads, 2) latent_epilogue_kernel(const LatentEpilogue a) {
     using W = Wide<T>;
     __shared__ W scratch[kMaxWarps];
     const int member = blockIdx.y;

@@ -25,16 +25,17 @@ Tensor residual_add_rms_stats(const Tensor& x, const Tensor& delta, const Option
 Tensor read_statistics(const Tensor& block);
 Tensor residual_gradient(const Tensor& dresidual, const Tensor& x, const Tensor& ds);
 
-std::tuple<Tensor, Tensor> latent_epilogue(
-    const Tensor& h, const OptionalTensor& statistics, const OptionalTensor& gated,
-    const OptionalTensor& weight, const OptionalTensor& bias, at::IntArrayRef ranks,
-    std::string_view activation, std::string_view norm, int64_t hidden_size, double eps,
-    at::ScalarType dtype);
+std::tuple<Tensor, Tensor> latent_epilogue(const Tensor& h, const OptionalTensor& statistics,
+                                           const OptionalTensor& gated,
+                                           const OptionalTensor& weight, const OptionalTensor& bias,
+                                           at::IntArrayRef ranks, std::string_view activation,
+                                           std::string_view norm, int64_t hidden_size, double eps,
+                                           at::ScalarType dtype);
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> latent_epilogue_backward(
     const Tensor& dz, const OptionalTensor& dv, const OptionalTensor& h, const OptionalTensor& v,
     const OptionalTensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-    at::IntArrayRef ranks, std::string_view activation, std::string_view norm,
-    int64_t hidden_size, double eps);
+    at::IntArrayRef ranks, std::string_view activation, std::string_view norm, int64_t hidden_size,
+    double eps);
 
 Tensor fold_gamma(const Tensor& gamma, at::TensorList weights);
 std::tuple<std::vector<Tensor>, Tensor> fold_gamma_backward(const Tensor& m, const Tensor& gamma,
@@ -44,8 +45,7 @@ Tensor fold_gamma_accumulate(const Tensor& m, const Tensor& gamma, at::TensorLis
 
 Tensor up_projection(const Tensor& z, at::TensorList weights);
 Tensor up_projection_dgrad(at::TensorList dys, at::TensorList weights);
-std::vector<Tensor> up_projection_wgrad(at::TensorList dys, const Tensor& z,
-                                        at::IntArrayRef ranks);
+std::vector<Tensor> up_projection_wgrad(at::TensorList dys, const Tensor& z, at::IntArrayRef ranks);
 void up_projection_accumulate(at::TensorList dys, const Tensor& z, at::TensorList main_grads);
 void down_projection(const Tensor& x, const Tensor& weight, const Tensor& out);
 Tensor down_projection_dgrad(const Tensor& dh, const Tensor& weight);
@@ -57,12 +57,11 @@ Tensor gated_product(const Tensor& gate, const Tensor& up, std::string_view kind
 Tensor gated_product_backward(const Tensor& dm, const Tensor& gate, const Tensor& up,
                               std::string_view kind);
 void rotary_(at::TensorList tensors, const Tensor& cos, const Tensor& sin, bool interleaved);
-Tensor rotary_backward(at::TensorList grads, int64_t rotated, const Tensor& cos,
-                       const Tensor& sin, bool interleaved);
+Tensor rotary_backward(at::TensorList grads, int64_t rotated, const Tensor& cos, const Tensor& sin,
+                       bool interleaved);
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps);
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x,
-                                             const Tensor& gamma, const Tensor& rho,
-                                             const OptionalTensor& dresidual);
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                                             const Tensor& rho, const OptionalTensor& dresidual);
 
 }  // namespace boost

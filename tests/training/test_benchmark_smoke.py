@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from boost_layers.ops.dispatch import problem_of_csrc
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,6 +69,78 @@ def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
     assert result["btp_latent_shard_recompute_collective_calls_per_layer"] == 4
     assert result["btp_full_recompute_recompute_collective_calls_per_layer"] == 4
     assert result["btp_latent_time_over_btp"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(problem_of_csrc() is not None, reason="csrc is not built")
+def test_the_race_of_ops_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
+    done = run(
+        "--quick",
+        "--dtype=bf16",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--results",
+        str(tmp_path),
+        script="kernels",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    for key in (
+        "copy_gb_per_second",
+        "residual_add_rms_stats_reference_over_csrc",
+        "latent_epilogue_backward_lax_norm_csrc_gb_per_second",
+        "rotary_backward_csrc_share_of_copy",
+        "up_projection_accumulate_gate_up_csrc_gflop_per_second",
+    ):
+        assert result[key] is None or result[key] > 0, key
+    assert result["threads"] == 1
+    assert result["machine_commit"]
+    (page,) = tmp_path.glob("kernels-*.md")
+    assert page.read_text() in done.stdout
+    (steps,) = tmp_path.glob("kernels-*.csv")
+    assert len(steps.read_text().splitlines()) == 1 + 2 * (1 + 3 * 23 + 2 * 17)
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
+    done = run("--device=cpu", "--quick", "--json", str(tmp_path / "result.json"), script="gpu/run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert {key: result[f"{key}_outcome"] for key in ("build", "kernels", "gemms", "layers")} == {
+        "build": "not run",
+        "kernels": "measured",
+        "gemms": "measured",
+        "layers": "measured",
+    }
+    for key in (
+        "copy_gb_per_second",
+        "matrix_peak_tflop_per_second",
+        "rms_norm_micro_batch_4_reference_share_of_copy",
+        "up_projection_qkv_micro_batch_1_reference_share_of_peak",
+        "gate_up_ungrouped_over_grouped_micro_batch_1_reference",
+        "btp_micro_batch_1_reference_ms_of_iteration_of_2_layers",
+    ):
+        assert result[key] > 0, key
+    assert result["rms_norm_micro_batch_4_triton_ms"] is None
+    assert result["cuda_graph_capture"] is None
+    assert result["csrc_share_of_copy_target"] is None
+    assert not list(tmp_path.glob("gpu-*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_result_says_not_measured(tmp_path: Path) -> None:
+    arguments = ("--results", str(tmp_path), "--skip-build")
+    done = run(*arguments, script="gpu/run")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: nothing was measured: torch ")
+    (page,) = tmp_path.glob("gpu-*.md")
+    assert "| rms_stats | 1 | 8.5 | not measured |" in page.read_text()
+    (figures,) = tmp_path.glob("gpu-*.json")
+    assert json.loads(figures.read_text())["measured"] is False
+    allowed = run(*arguments, "--allow-missing-gpu", script="gpu/run")
+    assert (allowed.returncode, allowed.stderr) == (0, "")
 
 
 def test_impossible_settings_are_refused_in_one_line() -> None:

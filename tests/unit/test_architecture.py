@@ -16,7 +16,7 @@ FLOORS = [{"boost_layers"}, {"megatron.boost"}, {"pretrain_gpt", "tools", "bench
 LAYER_FLOORS = [
     {"communication", "config", "initialization", "ops", "rules"},
     {"transformer_features"},
-    {"mappings", "place", "validation"},
+    {"main_grads", "mappings", "place", "validation"},
     {"embedding", "kept", "parameters", "vocabulary"},
     {"latent", "norm"},
     {"carry", "recompute"},
@@ -112,6 +112,8 @@ def test_layers_know_neither_command_line_nor_training_loop(path: Path) -> None:
     assert not [
         name for name in imports if name.endswith(".get_args") and name != "typing.get_args"
     ]
+    if path.stem == "__main__":
+        return
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     assert not [
         call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"

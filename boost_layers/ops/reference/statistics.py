@@ -30,8 +30,9 @@ def rms_stats(x: Tensor, slots: Tensor | None = None, tp_rank: int = 0) -> Tenso
     A bf16 all-reduce would round S at every hop. Each rank therefore owns a slot of three of the
     columns of `slots` `[n, 3·T]` and writes S = hi + mid + lo, each the bf16 rounding of what is
     left; the other slots are zero. Sums with zero are exact, so after the all-reduce every rank
-    holds every S bit for bit (below 2^-110 within 2^-134, bf16's smallest number). S = Inf, or a finite S above 3.396e38 whose `hi` rounds to Inf,
-    decodes as NaN. In fp32 and fp64 `slots` is `[n, 1]`, S itself.
+    holds every S bit for bit (below 2^-110 within 2^-134, bf16's smallest number). S = Inf, or a
+    finite S above 3.396e38 whose `hi` rounds to Inf, decodes as NaN. In fp32 and fp64 `slots` is
+    `[n, 1]`, S itself.
 
     Never compiled, in a program that compiles the layers either: a compiler that keeps the
     intermediate in fp32 makes mid and lo wrong.

@@ -1,0 +1,125 @@
+"""One rank of 7B at TP 4 without its communication: forward and backward of the layers.
+
+A `fake` process group of four stands in for the other ranks: its collectives return at once, and
+what they should have brought is whatever the memory holds, so that losses mean nothing here (parity
+is the tests' matter). Milliseconds of 32 layers = 32·(t(4 layers) − t(2 layers))/2, t the time of
+an iteration as in benchmarks/iteration.py: embedding, head and loss cancel out. Events stand around
+the whole iteration: where the device waits for the host, that counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import distributed
+
+from benchmarks.gpu.plan import DTYPE, TP, WHOLE_LAYERS, Measured, Plan, key_of
+from benchmarks.gpu.report import Section
+from benchmarks.gpu.timing import Stopwatch, present
+from benchmarks.models import batch_of, iterations_of, megatron_group
+from benchmarks.op_cases import Prepared
+from benchmarks.report import number
+from benchmarks.variants import BTP, FULL_RANK, VANILLA, Variant
+from boost_layers import ops
+from boost_layers.ops.dispatch import Implementation
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("csrc", "triton", "reference")
+STRATEGIES = (BTP, FULL_RANK[0], VANILLA[0])
+
+
+def measure(device: torch.device, plan: Plan) -> Measured:
+    """An iteration of each strategy at each micro-batch, of all layers that are timed and of half
+    of them, by each implementation that is there."""
+    watch = Stopwatch(device, plan)
+    names = list(present(IMPLEMENTATIONS, device))
+    with _fake_ranks(), megatron_group(device):
+        for strategy in STRATEGIES:
+            for depth in _depths(plan):
+                _time_model(watch, plan, strategy, depth, names)
+                gc.collect()
+    return watch.measured
+
+
+def _time_model(
+    watch: Stopwatch,
+    plan: Plan,
+    strategy: Variant,
+    depth: int,
+    implementations: Sequence[Implementation],
+) -> None:
+    sizes = replace(plan.models[0], layers=depth)
+    (iteration,) = iterations_of(watch.device, [strategy], sizes, DTYPE).values()
+    for batch in plan.models:
+        tokens, labels = batch_of(watch.device, batch)
+        one = Prepared(replace(iteration, tokens=tokens, labels=labels).run)
+        for name in implementations:
+            key = key_of(_key(strategy.key, depth), batch.micro_batch, name)
+            with ops.use(name, watch.device.type):
+                watch.take(key, partial(_itself, one), queued=False)
+
+
+def _itself(call: Prepared) -> Prepared:
+    return call
+
+
+def sections(plan: Plan, measured: Measured) -> list[Section]:
+    """The table, and the figures under flat keys."""
+    many, few = _depths(plan)
+    flat: dict[str, object] = {}
+    rows = []
+    for sizes in plan.models:
+        for name in IMPLEMENTATIONS:
+            whole: dict[str, float | None] = {}
+            for strategy in STRATEGIES:
+                deep, shallow = (
+                    measured.milliseconds(
+                        key_of(_key(strategy.key, depth), sizes.micro_batch, name)
+                    )
+                    for depth in (many, few)
+                )
+                time = None
+                if deep is not None and shallow is not None:
+                    time = WHOLE_LAYERS * (deep - shallow) / (many - few)
+                whole[strategy.key] = time
+                key = key_of(strategy.key, sizes.micro_batch, name)
+                flat[f"{key}_ms_of_{WHOLE_LAYERS}_layers"] = time
+                flat[f"{key}_ms_of_iteration_of_{many}_layers"] = deep
+            btp = whole[BTP.key]
+            row = [f"{sizes.micro_batch}", name, *(number(t, ".1f") for t in whole.values())]
+            for strategy in STRATEGIES[1:]:
+                time = whole[strategy.key]
+                ratio = time / btp if time is not None and btp else None
+                key = key_of(f"{strategy.key}_over_btp", sizes.micro_batch, name)
+                flat[f"{key}_without_communication"] = ratio
+                row.append(number(ratio, ".2f"))
+            rows.append(row)
+    head = ["micro-batch", "ops", *(f"{strategy.title} ms" for strategy in STRATEGIES)]
+    head += [f"{strategy.title} / {BTP.title}" for strategy in STRATEGIES[1:]]
+    note = "Forward and backward, no communication: the collectives of this process do nothing."
+    return [Section(f"{WHOLE_LAYERS} layers on one rank of TP {TP}", head, rows, note, flat)]
+
+
+def _depths(plan: Plan) -> tuple[int, int]:
+    layers = plan.models[0].layers
+    return layers, layers // 2
+
+
+def _key(strategy: str, depth: int) -> str:
+    return f"{strategy}_{depth}_layers"
+
+
+@contextmanager
+def _fake_ranks() -> Iterator[None]:
+    """The first rank of a tensor-parallel group, alone."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=TP, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
