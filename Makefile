@@ -73,5 +73,9 @@ endif
 
 # For the CPU alone, which takes a minute; `make ext` builds the CUDA kernels too.
 $(extension): $(installed) $(csrc) setup.py
-	@echo "Building the extension for this CPU (csrc)"
-	@BOOST_BUILD=cpu $(call build_extension)
+	@if command -v "$${CXX:-c++}" >/dev/null; then \
+		echo "Building the extension for this CPU (csrc)"; \
+		export BOOST_BUILD=cpu; $(call build_extension); \
+	else \
+		echo "No C++ compiler: everything runs on PyTorch alone, slower"; touch $(extension); \
+	fi

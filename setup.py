@@ -9,7 +9,9 @@ TORCH_CUDA_ARCH_LIST names other architectures than sm_80 and sm_90 with PTX.
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
@@ -54,6 +56,15 @@ def chosen_build() -> str:
     return asked or ("cpu" if missing else "cuda")
 
 
+def toolkit() -> Path:
+    """The folder of the CUDA toolkit, as nvcc finds it: on the PATH there may be a wrapper."""
+    plan = subprocess.run(
+        ["nvcc", "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True
+    )
+    (top,) = re.findall(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    return Path(top).resolve()
+
+
 def sources(folder: str, *patterns: str) -> list[str]:
     """Relative to the project, as setuptools wants them."""
     found = [path for pattern in patterns for path in (ROOT / folder).glob(pattern)]
@@ -62,6 +73,8 @@ def sources(folder: str, *patterns: str) -> list[str]:
 
 def extension(build: str) -> dict:
     """What `setup` is told of the extension."""
+    if build == "cuda":
+        os.environ.setdefault("CUDA_HOME", str(toolkit()))
     import torch
     from torch.utils import cpp_extension
 
@@ -95,14 +108,12 @@ def extension(build: str) -> dict:
         make = cpp_extension.CUDAExtension
         architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
         settings["sources"] += sources("csrc/cuda", "*.cpp", "*.cu")
-        # torch's wheels bring cuBLAS and more as packages of their own.
-        for folder in (Path(torch.__file__).parents[1] / "nvidia").glob("cu[0-9]*"):
-            settings["include_dirs"].append(str(folder / "include"))
-            settings.setdefault("library_dirs", []).append(str(folder / "lib"))
-            settings["extra_link_args"] = [
-                f"-L{folder / 'lib'}",
-                "-l:libcublas.so." + folder.name[2:],
-            ]
+        settings["extra_link_args"] = ["-lcublas"]
+        # torch's wheels bring cuBLAS as a package of its own, under its versioned name only.
+        wheels = Path(torch.__file__).parents[1] / "nvidia"
+        for library in wheels.glob("cu[0-9]*/lib/libcublas.so.*"):
+            settings["include_dirs"].append(str(library.parents[1] / "include"))
+            settings["extra_link_args"] = [f"-L{library.parent}", f"-l:{library.name}"]
         settings["define_macros"] += [
             ("BOOST_WITH_CUDA", None),
             ("BOOST_CUDA_ARCHITECTURES", f'"{architectures}"'),

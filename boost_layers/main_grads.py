@@ -34,10 +34,11 @@ def main_grads(weights: Sequence[Any]) -> list[Tensor] | None:
 
 def stand_ins(weights: Sequence[Any]) -> list[Tensor]:
     """What autograd gets for gradients that are in the main gradients already: Megatron's hook
-    wants a `grad`, but does not read it."""
+    wants a `grad`, but does not read it. Zeros, since in a program that never clears `grad` that is
+    the main gradient itself after a step of Megatron's fp32 optimizer, and is added to."""
     for weight in weights:
         _parameter(weight).grad_added_to_main_grad = True
-    return [torch.empty_like(weight) for weight in weights]
+    return [torch.zeros_like(weight) for weight in weights]
 
 
 def leaf_for(weight: Any, requires_grad: bool) -> Tensor:

@@ -4,8 +4,6 @@ torchrun --nproc-per-node 2 examples/plain_gpt_model.py                         
 torchrun --nproc-per-node 2 -m megatron.boost.cpu examples/plain_gpt_model.py    # without
 """
 
-import os
-
 import torch
 from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -57,7 +55,7 @@ def forward_step(data, model):
 
 
 def main():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(torch.distributed.get_node_local_rank())
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
@@ -66,6 +64,7 @@ def main():
     optimizer, data = get_megatron_optimizer(OptimizerConfig(lr=3e-3), [model]), sequences()
     for step in range(1, STEPS + 1):
         model.zero_grad_buffer()
+        optimizer.zero_grad()
         (logged,) = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=data, model=[model],
             num_microbatches=1, seq_length=LENGTH, micro_batch_size=BATCH,

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 // With a norm: a block goes through the rows of its part, one at a time for each threadIdx.y, and
 // through the members one after the other.
 template <typename H, typename T, int N>
-__global__ void __launch_bounds__(kMaxThreads, std::is_same_v<T, double> ? 1 : 2)
+__global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 2 ? 2 : 1)
     latent_norm_backward_kernel(const LatentEpilogueBackward a, bool sums_shared) {
     using W = Wide<T>;
     using Slot = ValueAndGradient<W, N>;

@@ -60,7 +60,7 @@ Tensor backward(const char* op, const Tensor& m, const Tensor& gamma, at::Tensor
     a.accumulate = accumulate;
     a.dweight_dtype = dtype_of(dweights[0], op, "dweights");
     for (int i = 0; i < a.groups; ++i) a.dweights[i] = dweights[i].mutable_data_ptr();
-    a.parts = parts_for(gamma, rows, a.k);
+    a.parts = parts_for(gamma, rows);
     Tensor dgamma = at::zeros({a.parts, a.k}, gamma.options().dtype(wide(gamma.scalar_type())));
     a.dgamma = dgamma.mutable_data_ptr();
     if (m.numel() > 0) BOOST_RUN_IN_PARTS(fold_gamma_backward, a, gamma, rows);

@@ -157,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> latent_epilogue_backward(
     Tensor dh = matrix(value, n, width, h_dtype);
     Tensor dv_out = matrix(value, v ? n : 0, width, dtype);
     Tensor ds = matrix(value, statistics ? n : 0, 1, wide(dtype));
-    a.parts = parts_for(value, n, width);
+    a.parts = parts_for(value, n);
     const auto sums = dz.options().dtype(wide(dtype));
     Tensor dweight = at::zeros({weight ? a.parts : 0, width}, sums);
     Tensor dbias = at::zeros({bias ? a.parts : 0, width}, sums);

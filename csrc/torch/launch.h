@@ -46,10 +46,13 @@ void on_cpu(void (*kernel)(const Arguments&, int64_t, int64_t), const Arguments&
                      [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
-// How many partial sums the CPU's threads make.
-inline int cpu_parts(int64_t items, int64_t elements_each) {
-    const int64_t worth = items * elements_each / kGrain;
-    return static_cast<int>(std::clamp<int64_t>(worth, 1, at::get_num_threads()));
+// Tokens whose gradients are added up one after the other; their sums are added up pairwise, so that
+// the error does not grow with the number of tokens.
+constexpr int64_t kItemsAPart = 64;
+
+// How many partial sums are made on the CPU.
+inline int cpu_parts(int64_t items) {
+    return static_cast<int>(std::max<int64_t>(1, (items + kItemsAPart - 1) / kItemsAPart));
 }
 
 template <typename Arguments>
@@ -86,11 +89,11 @@ void on_cuda(void (*kernel)(const Arguments&, cudaStream_t), const Arguments& ar
 #endif
 
 // How many partial sums a kernel makes of `items` where the tensor `where` is.
-inline int parts_for(const Tensor& where, int64_t items, int64_t elements_each) {
+inline int parts_for(const Tensor& where, int64_t items) {
 #ifdef BOOST_WITH_CUDA
     if (where.is_cuda()) return cuda::parts_for(items);
 #endif
-    return cpu_parts(items, elements_each);
+    return cpu_parts(items);
 }
 
 }  // namespace boost

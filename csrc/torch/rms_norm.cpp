@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, 
     a.gamma = weight.const_data_ptr(), a.rho = root.const_data_ptr();
     a.dx = dx.mutable_data_ptr();
     a.n = x.size(0), a.k = x.size(1), a.dtype = dtype_of(x, op, "x");
-    a.parts = parts_for(x, a.n, a.k);
+    a.parts = parts_for(x, a.n);
     Tensor dgamma = at::zeros({a.parts, a.k}, x.options().dtype(wide(x.scalar_type())));
     a.dgamma = dgamma.mutable_data_ptr();
     if (x.numel() > 0) BOOST_RUN_IN_PARTS(rms_norm_backward, a, x, a.n);

@@ -36,8 +36,9 @@ class Case(NamedTuple):
 
 
 SAME_PRECISION = {
-    "bf16-to-distributed": Case(f"{COLA} --bf16", f"{COLA} --bf16 {DISTRIBUTED} {TP2}", 2e-4),
-    "bf16-from-distributed": Case(f"{COLA} --bf16 {DISTRIBUTED} {TP2}", f"{COLA} --bf16", 2e-4),
+    # Four steps in bf16 at another TP size; what is loaded is compared bit for bit elsewhere.
+    "bf16-to-distributed": Case(f"{COLA} --bf16", f"{COLA} --bf16 {DISTRIBUTED} {TP2}", 4e-4),
+    "bf16-from-distributed": Case(f"{COLA} --bf16 {DISTRIBUTED} {TP2}", f"{COLA} --bf16", 4e-4),
     "fp16-to-distributed": Case(FP16, f"{FP16} {DISTRIBUTED}", 2e-6),
     "fp16-from-distributed": Case(f"{FP16} {DISTRIBUTED}", FP16, 2e-6),
 }
