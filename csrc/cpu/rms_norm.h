@@ -22,9 +22,9 @@ void rms_norm_of(const RmsNorm& a, int64_t begin, int64_t end) {
         });
         const W rho = std::sqrt(sum(squares) / static_cast<W>(a.k) + static_cast<W>(a.eps));
         static_cast<W*>(a.rho)[i] = rho;
-        const Vector<T> inverse(1 / rho);
+        const Vector<T> divisor(rho);
         for_each_vector<T>(a.k, [&](int64_t j, int64_t count) {
-            narrow(y + j, widen(x + j, count) * inverse * widen(gamma + j, count), count);
+            narrow(y + j, widen(x + j, count) / divisor * widen(gamma + j, count), count);
         });
     }
 }
@@ -42,18 +42,18 @@ void rms_norm_backward_of(const RmsNormBackward& a, int part, int64_t begin, int
     for (int64_t i = begin; i < end; ++i) {
         const T *dy = row<T>(a.dy, i), *x = row<T>(a.x, i);
         T* dx = static_cast<T*>(a.dx) + i * a.k;
-        const W inverse = 1 / static_cast<const W*>(a.rho)[i];
+        const W rho = static_cast<const W*>(a.rho)[i];
         V dot(0);
         for_each_vector<T>(a.k, [&](int64_t j, int64_t count) {
-            const V t = widen(dy + j, count) * widen(x + j, count) * V(inverse);
+            const V t = widen(dy + j, count) * widen(x + j, count) / V(rho);
             narrow(dgamma + j, widen(dgamma + j, count) + t, count);
             dot = at::vec::fmadd(t, widen(gamma + j, count), dot);
         });
-        const V c(-sum(dot) * inverse / static_cast<W>(a.k));
+        const V c(-sum(dot) / rho / static_cast<W>(a.k));
         const T* dresidual = a.dresidual.data == nullptr ? nullptr : row<T>(a.dresidual, i);
         for_each_vector<T>(a.k, [&](int64_t j, int64_t count) {
             const V g = widen(dy + j, count) * widen(gamma + j, count);
-            V d = at::vec::fmadd(widen(x + j, count), c, g) * V(inverse);
+            V d = at::vec::fmadd(widen(x + j, count), c, g) / V(rho);
             if (dresidual != nullptr) d = d + widen(dresidual + j, count);
             narrow(dx + j, d, count);
         });

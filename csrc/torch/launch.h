@@ -48,7 +48,7 @@ void on_cpu(void (*kernel)(const Arguments&, int64_t, int64_t), const Arguments&
 
 // Tokens whose gradients are added up one after the other; their sums are added up pairwise, so that
 // the error does not grow with the number of tokens.
-constexpr int64_t kItemsAPart = 64;
+constexpr int64_t kItemsAPart = 16;
 
 // How many partial sums are made on the CPU.
 inline int cpu_parts(int64_t items) {
