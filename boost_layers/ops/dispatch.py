@@ -140,7 +140,7 @@ def _serve(device: str, implementation: Implementation) -> None:
 
 
 def _imported_when_used(name: str) -> ModuleType:
-    """Triton takes seconds to import, and most programs never ask for it."""
+    """Most programs never ask for Triton's kernels."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     spec.loader = importlib.util.LazyLoader(spec.loader)

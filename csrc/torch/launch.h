@@ -46,8 +46,8 @@ void on_cpu(void (*kernel)(const Arguments&, int64_t, int64_t), const Arguments&
                      [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
-// Tokens whose gradients are added up one after the other; their sums are added up pairwise, so that
-// the error does not grow with the number of tokens.
+// Tokens whose gradients are added up one after the other; their sums are added up pairwise, so
+// that the error does not grow with the number of tokens.
 constexpr int64_t kItemsAPart = 16;
 
 // How many partial sums are made on the CPU.
