@@ -20,7 +20,10 @@ from boost_layers.ops import dispatch, reference
 from tests.support.op_cases import Sample, leaf, normal, operator, operator_samples
 
 no_csrc = dispatch.problem_of_csrc()
-pytestmark = pytest.mark.skipif(no_csrc is not None, reason=f"csrc: {no_csrc}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(no_csrc is not None, reason=f"csrc: {no_csrc}"),
+]
 
 DIFFERENTIABLE = {
     "fold_gamma",

@@ -44,6 +44,7 @@ def test_an_unknown_implementation_is_refused_by_name() -> None:
     assert "ValueError: BOOST_OPS=fast: must be csrc, triton or reference" in result.stderr
 
 
+@pytest.mark.slow
 def test_without_the_extension_there_is_one_warning_and_everything_works() -> None:
     result = run(WITHOUT_EXTENSION + PRINT)
     assert "'cpu': 'reference'" in result.stdout

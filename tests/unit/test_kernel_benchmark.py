@@ -32,6 +32,8 @@ from boost_layers.ops import reference
 from boost_layers.ops.dispatch import problem_of_csrc
 from tests.unit.test_benchmark_harness import step
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SIZES = RankSizes.of(QUICK_SIZES, 2)
 CASES = {case.key: case for case in op_cases(SIZES, torch.float32, "cpu")}

@@ -32,6 +32,8 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 FORWARD, GRADIENT = 1e-6, 1e-5
 """Relative errors allowed in fp32."""
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [F32, F64, BF16, F16]
 
 Run = Callable[..., Any]
