@@ -71,7 +71,7 @@ endif
 	@$(python) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-# For the CPU alone, which takes a minute; `make ext` builds the CUDA kernels too.
+# For the CPU alone, which takes a minute or two; `make ext` builds the CUDA kernels too.
 $(extension): $(installed) $(csrc) setup.py
 	@if command -v "$${CXX:-c++}" >/dev/null; then \
 		echo "Building the extension for this CPU (csrc)"; \

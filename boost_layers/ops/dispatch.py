@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -43,8 +43,8 @@ def dispatched[**P, R](op: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(op)
     def on_its_device(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else kwargs[first_name]
-        tensor = first if isinstance(first, Tensor) else first[0]  # type: ignore[index]
+        first: Any = args[0] if args else kwargs[first_name]
+        tensor = first if isinstance(first, Tensor) else first[0]
         serving = _serving.get(tensor.device.type)
         function = op if serving is None else getattr(serving.module, name)
         result: R = function(*args, **kwargs)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
-from triton.language.extra import libdevice  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
 
 from boost_layers.ops.triton_kernels.common import INTERPRETED
 

@@ -14,8 +14,8 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from boost_layers.ops import reference
