@@ -192,6 +192,13 @@ def relative_difference(value: Sequence[float], reference: Sequence[float]) -> f
     return max(abs(a - b) / abs(b) for a, b in zip(value, reference, strict=True))
 
 
+def relative_distance(value: Sequence[float], reference: Sequence[float]) -> float:
+    """‖a − b‖/‖b‖ of two equally long series."""
+    a, b = (torch.tensor(series, dtype=torch.float64) for series in (value, reference))
+    assert a.shape == b.shape
+    return float((a - b).norm() / b.norm())
+
+
 def weight_differences(value: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     """‖a − b‖/‖b‖ of each weight, in fp64; both must have the same names and shapes."""
     assert value.keys() == reference.keys()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_ranks
-from tests.support.runs import losses, relative_difference, train_in_turn
+from tests.support.runs import losses, relative_distance, train_in_turn
 from tests.support.training_state import State, differing, whole_state
 
 # The second flag is the default with our layers only.
@@ -32,13 +32,13 @@ class Case(NamedTuple):
     before: str
     after: str
     tolerance: float = 0.0
-    """Of the losses, against the run that was not interrupted."""
+    """Of the losses as a series, against the run that was not interrupted. One bf16 loss at another
+    TP size is off by up to 2.6e-4 in one of twelve seeds."""
 
 
 SAME_PRECISION = {
-    # Four steps in bf16 at another TP size; what is loaded is compared bit for bit elsewhere.
-    "bf16-to-distributed": Case(f"{COLA} --bf16", f"{COLA} --bf16 {DISTRIBUTED} {TP2}", 4e-4),
-    "bf16-from-distributed": Case(f"{COLA} --bf16 {DISTRIBUTED} {TP2}", f"{COLA} --bf16", 4e-4),
+    "bf16-to-distributed": Case(f"{COLA} --bf16", f"{COLA} --bf16 {DISTRIBUTED} {TP2}", 2e-4),
+    "bf16-from-distributed": Case(f"{COLA} --bf16 {DISTRIBUTED} {TP2}", f"{COLA} --bf16", 2e-4),
     "fp16-to-distributed": Case(FP16, f"{FP16} {DISTRIBUTED}", 2e-6),
     "fp16-from-distributed": Case(f"{FP16} {DISTRIBUTED}", FP16, 2e-6),
 }
@@ -115,4 +115,4 @@ def test_the_next_losses_are_the_unbroken_runs(name: str, runs: Runs) -> None:
     second = runs["resumed", name]
     assert len(losses(second)) == 2
     whole = losses(first) + losses(second)
-    assert relative_difference(whole, losses(unbroken)) <= case.tolerance
+    assert relative_distance(whole, losses(unbroken)) <= case.tolerance
