@@ -19,7 +19,7 @@ from benchmarks.harness import Step, merged
 from benchmarks.models import race
 from benchmarks.ranks import run_on_ranks
 from benchmarks.report import Report
-from benchmarks.variants import FULL_SIZES, GUARDS, strategies
+from benchmarks.variants import FULL_SIZES, GUARDS, half_depth, strategies
 from megatron.boost.command_line import run_tool
 
 
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None) -> None:
     )
     args = parser.parse_args(argv)
     sizes, machine, settings = begin(args)
-    contest, guards = strategies(args.tp), [variant for pair in GUARDS for variant in pair]
+    contest = [v for whole in strategies(args.tp) for v in (whole, half_depth(whole))]
+    guards = [variant for pair in GUARDS for variant in pair]
     recorded: list[Step] = []
     for tp, variants in ((args.tp, contest), (1, guards)):
         print(f"TP {tp}: {'; '.join(variant.title for variant in variants)}", flush=True)

@@ -39,6 +39,10 @@ class Sizes:
         )
         return all(size % tp == 0 for size in split)
 
+    def of(self, variant: Variant) -> Sizes:
+        """The sizes of a variant's model."""
+        return replace(self, layers=self.layers // 2) if variant.half_depth else self
+
     @property
     def tokens(self) -> int:
         """Tokens of one iteration."""
@@ -65,6 +69,8 @@ class Variant:
     sequence_parallel: bool = False
     full_recompute: bool = False
     """Megatron's recomputation of every layer."""
+    half_depth: bool = False
+    """Whether the model has half of the layers: the other half is what the whole model has more."""
 
 
 def _ours(key: str, title: str, *, sequence_parallel: bool = False, **settings: object) -> Variant:
@@ -104,6 +110,12 @@ VANILLA = (
 def strategies(tp: int) -> list[Variant]:
     """What is raced at that TP size; on one rank both forms of a baseline are the same."""
     return [BTP, *FULL_RANK, *VANILLA] if tp > 1 else [BTP, FULL_RANK[0], VANILLA[0]]
+
+
+def half_depth(variant: Variant) -> Variant:
+    """The variant with half of the layers."""
+    title = f"{variant.title}, half of the layers"
+    return replace(variant, key=f"{variant.key}_half_depth", title=title, half_depth=True)
 
 
 def _recomputed(variant: Variant, **settings: Any) -> Variant:

@@ -53,6 +53,18 @@ def test_the_faster_form_of_a_baseline_counts() -> None:
     assert result["full_rank_over_btp_target"] == 1.55
 
 
+def test_the_layers_alone_are_twice_what_the_second_half_takes() -> None:
+    halves = {
+        "btp_half_depth": 1100.0,
+        "full_rank_half_depth": 1650.0,
+        "full_rank_sequence_parallel_half_depth": 1700.0,
+    }
+    result = report(MEDIANS | halves).flat()
+    assert result["full_rank_over_btp_layers"] == pytest.approx((2900 - 1700) / (1800 - 1100))
+    assert result["vanilla_over_btp_layers"] is None
+    assert report().flat()["full_rank_over_btp_layers"] is None
+
+
 def test_flat_keys_tell_medians_spread_and_speed() -> None:
     result = report().flat()
     assert result["btp_ms"] == 1800.0
