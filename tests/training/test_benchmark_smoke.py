@@ -144,6 +144,7 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("gpu-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_result_says_not_measured(tmp_path: Path) -> None:
     arguments = ("--results", str(tmp_path), "--skip-build")
@@ -167,6 +168,7 @@ def test_impossible_settings_are_refused_in_one_line() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     done = run("--device", "cuda", "--tp", "1")
