@@ -154,6 +154,9 @@ CHECKPOINTED = {
 }
 """What `memory.py` compares: each strategy and its ways to keep less for backward."""
 
+_PLAIN_LOW_RANK = Variant(
+    key="tp1_low_rank_plain", title="low-rank, plain PyTorch", low_rank=True, layers=None
+)
 GUARDS = (
     (
         _ours("tp1_full_rank", "full-rank, TP 1", arch="dense"),
@@ -172,12 +175,14 @@ GUARDS = (
             tp="vanilla",
             grouping=False,
         ),
-        Variant(
-            key="tp1_low_rank_plain",
-            title="low-rank, plain PyTorch",
-            low_rank=True,
-            layers=None,
-        ),
+        _PLAIN_LOW_RANK,
     ),
+    (_ours("tp1_btp", "BTP, TP 1", arch="cola"), _PLAIN_LOW_RANK),
 )
-"""Our layers at TP 1, each with the plain PyTorch model that it may not be slower than."""
+"""Our layers at TP 1, each with the plain PyTorch model that it may not be slower than. The plain
+low-rank model is ungrouped."""
+
+
+def guards() -> list[Variant]:
+    """The variants of `GUARDS`, once each, our layers before the plain models."""
+    return list(dict.fromkeys(variant for pair in GUARDS for variant in pair))

@@ -37,6 +37,7 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
         "btp_exposed_communication_seconds",
         "tp1_full_rank_over_plain",
         "tp1_low_rank_over_plain",
+        "tp1_btp_over_plain",
     ):
         assert key in result
     assert result["cuda"] == "not measured"
@@ -44,7 +45,7 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     (page,) = tmp_path.glob("iteration-*.md")
     assert page.read_text() in done.stdout
     (steps,) = tmp_path.glob("iteration-*.csv")
-    assert len(steps.read_text().splitlines()) == 1 + 2 * 14
+    assert len(steps.read_text().splitlines()) == 1 + 2 * 15
     assert done.stderr == ""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import Report, write_new
-from benchmarks.variants import FULL_SIZES, GUARDS, QUICK_SIZES, strategies
+from benchmarks.variants import FULL_SIZES, QUICK_SIZES, guards, strategies
 from tests.unit.test_benchmark_harness import step
 
 MEDIANS = {
@@ -19,8 +19,9 @@ MEDIANS = {
     "tp1_full_rank_plain": 5000.0,
     "tp1_low_rank": 3100.0,
     "tp1_low_rank_plain": 3000.0,
+    "tp1_btp": 2850.0,
 }
-KEYS = [*(v.key for v in strategies(2)), *(v.key for pair in GUARDS for v in pair)]
+KEYS = [*(v.key for v in strategies(2)), *(v.key for v in guards())]
 
 
 def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -> Report:
@@ -33,7 +34,7 @@ def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -
     return Report(
         settings={"tp": 2, "dtype": "fp32"},
         machine={"processor": "a processor", "megatron-core": "0.19.2"},
-        variants=[*strategies(2), *(v for pair in GUARDS for v in pair)],
+        variants=[*strategies(2), *guards()],
         tokens=2048,
         targets_apply=targets_apply,
         steps=steps,
