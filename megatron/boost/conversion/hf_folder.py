@@ -210,6 +210,7 @@ class HfWriter:
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
         self._shards: list[list[str]] = []
+        self._finished = False
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor into the current shard, whose storage must not be changed afterwards."""
@@ -228,7 +229,10 @@ class HfWriter:
         (self.folder / name).write_text(text + "\n", encoding="utf-8")
 
     def finish(self) -> None:
-        """Close the last shard, give all of them their names and write the index."""
+        """Close the last shard, give all of them their names and write the index; once."""
+        if self._finished:
+            return
+        self._finished = True
         if self._shard:
             self._close_shard()
         count = len(self._shards)
