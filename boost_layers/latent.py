@@ -65,7 +65,7 @@ class LatentKind:
         self, v: Tensor, s: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """z, flat, its members one after the other, from v `[n, Σ r_i]` and S `[n, 1]`."""
-        parts = [
+        z, *more = (
             ops.latent_epilogue(
                 v,
                 self.ranks,
@@ -78,8 +78,8 @@ class LatentKind:
                 bias=bias,
             )[0]
             for activation in self._shares
-        ]
-        return parts[0] if len(parts) == 1 else torch.lerp(*parts, self.amount)
+        )
+        return torch.lerp(z, more[0], self.amount) if more else z
 
     def open_backward(
         self,
@@ -90,9 +90,9 @@ class LatentKind:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dv `[n, Σ r_i]`, dS, dγ and dβ of `open`, from dz as flat as z."""
-        parts = []
+        total: tuple[Tensor | None, ...] = (None,) * 4
         for activation, share in self._shares.items():
-            dv, _, ds, dweight, dbias = ops.latent_epilogue_backward(
+            dv, _, *others = ops.latent_epilogue_backward(
                 dz if share == 1.0 else dz * share,
                 self.ranks,
                 activation,
@@ -104,15 +104,13 @@ class LatentKind:
                 weight=weight,
                 bias=bias,
             )
-            parts.append((dv, ds, dweight, dbias))
-        if len(parts) == 1:
-            return parts[0]
-        dv, *others = (
-            None if one is None or other is None else one + other
-            for one, other in zip(*parts, strict=True)
-        )
-        assert dv is not None
-        return dv, *others
+            total = tuple(
+                new if sum_ is None or new is None else sum_ + new
+                for sum_, new in zip(total, (dv, *others), strict=True)
+            )
+        dwhole, ds, dweight, dbias = total
+        assert dwhole is not None
+        return dwhole, ds, dweight, dbias
 
     def members(self, z: Tensor, n: int) -> list[Tensor]:
         """The members `[n, r_i]` of flat z, contiguous."""

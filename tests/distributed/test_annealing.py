@@ -33,6 +33,7 @@ MODELS = {
     "lax-full-recompute": LAX_CASES["lax-full-recompute"],
     "lax-vanilla": LAX_CASES["lax-vanilla"],
 }
+KINDS = ("btp", "vanilla", "lax")
 STEPS = 10
 
 
@@ -48,10 +49,12 @@ def annealed(case: Case, amount: float) -> Case:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_strategy_agrees_with_the_plain_model_in_fp64(tp: int) -> None:
+    """On the way for all of them, at both ends and at TP 1 for one of each kind."""
     cases = {
         f"{name} {amount}": annealed(case, amount)
         for name, case in MODELS.items()
         for amount in (0.0, 0.3, 1.0)
+        if name in KINDS or (amount == 0.3 and tp > 1)
     }
     check(cases, tp, 1e-12)
 

@@ -252,6 +252,5 @@ def with_possible_ranks(
 
 def with_ranks(low_rank: LowRankConfig, ranks: dict[str, int]) -> LowRankConfig:
     """Settings with these ranks, by projection (`q_proj` …), in place of any others."""
-    defaults = {"ratio": 0.25, "rank": None, "attn_rank": None, "mlp_rank": None}
     table = ",".join(f"{name.removesuffix('_proj')}={rank}" for name, rank in ranks.items())
-    return replace(low_rank, **defaults, ranks=table)
+    return replace(low_rank, ratio=0.25, rank=None, attn_rank=None, mlp_rank=None, ranks=table)
