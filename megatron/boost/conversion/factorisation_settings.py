@@ -6,13 +6,15 @@ import re
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from boost_layers.config import PROJECTIONS, LowRankConfig, flag_of
 from boost_layers.validation import ModelSizes, validate_sizes
 from megatron.boost.command_line import whole_number
-from megatron.boost.conversion.description import ModelDescription
 from megatron.boost.flags import flags_of
+
+if TYPE_CHECKING:
+    from megatron.boost.conversion.description import ModelDescription
 
 ANNEAL_STEPS = 1000
 """Over how many steps φ grows where the user does not say."""
@@ -127,6 +129,30 @@ def given_factorisation_flags(arguments: Namespace) -> list[str]:
     flags += ["--calibration", "--calibration-tokens"]
     values = vars(arguments)
     return [flag for flag in flags if values.get(flag[2:].replace("-", "_")) is not None]
+
+
+def is_factorisation(arguments: Namespace, source: ModelDescription) -> bool:
+    """Whether parsed arguments ask for a low-rank model of a dense source.
+
+    Raises:
+        ValueError: for flags of a factorisation where none takes place.
+    """
+    arch, given = arguments.low_rank_arch, given_factorisation_flags(arguments)
+    if source.low_rank.low_rank:
+        if given:
+            raise ValueError(
+                f"{given[0]}: the source is low-rank already ({source.low_rank.arch}); "
+                "nearest legal value: leave it out"
+            )
+        return False
+    if arch in (None, "none", "dense"):
+        if given:
+            raise ValueError(
+                f"{given[0]}: has an effect on low-rank layers only; "
+                "nearest legal value: --low-rank-arch svd"
+            )
+        return False
+    return True
 
 
 def factorisation_settings(arguments: Namespace) -> FactorisationSettings:

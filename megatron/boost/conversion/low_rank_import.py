@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod, sqrt
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from boost_layers.config import PROJECTIONS, flag_of
 from boost_layers.initialization import balanced_factors, draw_uniform
 from megatron.boost.conversion.calibration import LayerInputs, calibration_tokens
+from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.description import EMBEDDING, ModelDescription, module_of
 from megatron.boost.conversion.factorisation_report import FactorisationReport
 from megatron.boost.conversion.factorisation_settings import (
@@ -31,11 +32,13 @@ from megatron.boost.conversion.factorisation_settings import (
     with_ranks,
 )
 from megatron.boost.conversion.hf_config import hf_from_description
+from megatron.boost.conversion.importing import HfSource, ImportPlan
 from megatron.boost.conversion.rank_choice import Choice, Curve, choose_ranks
 from megatron.boost.conversion.tokenizer_files import has_tokenizer
-from megatron.boost.conversion.truncation import decompose, energies, fit
+from megatron.boost.conversion.truncation import Factors, decompose, energies, fit
 
 _LONGEST_SEQUENCE = 2048
+_ROUNDING = 1e-6
 
 
 class FactorisedModel:
@@ -105,17 +108,6 @@ class FactorisedModel:
         if part.startswith("gate_"):
             return _closed_gate(name, self.description)
         return self._weight(name)
-
-    def dtypes(self, of_source: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """The dtype of each canonical tensor of the low-rank model, from those of the dense one."""
-        found = {}
-        for name in self.description.tensors():
-            prefix, _, part = name.rpartition(".")
-            of_weight = of_source.get(f"{prefix}.weight", self.description.dtype)
-            found[name] = (
-                of_weight if part in ("A", "B") else of_source.get(name, self.source.dtype)
-            )
-        return found
 
     def _described(self) -> tuple[ModelDescription, list[str]]:
         """The low-rank model, and what was decided about its ranks."""
@@ -258,6 +250,66 @@ class FactorisedModel:
         measured = fit(on_device, factors, moment)
         squares = float(decomposition.energies.sum())
         self.report.add(layer, projection, rank, measured, squares)
+
+
+def low_rank_plan(
+    source: HfSource,
+    settings: FactorisationSettings,
+    device: torch.device | str | None = None,
+) -> tuple[ImportPlan, FactorisationReport]:
+    """The plan by which a dense LLaMA becomes a low-rank checkpoint, and the report that is filled
+    while the plan is carried out.
+
+    Args:
+        source: a dense LLaMA, with its tokenizer beside it if there is calibration.
+        settings: what it shall become.
+        device: as for `FactorisedModel`.
+
+    Raises:
+        ValueError: as `FactorisedModel`.
+    """
+    folder = source.reader.folder
+    model = FactorisedModel(source.description, source.tensor, settings, folder, device)
+    names = model.description.tensors()
+    made_of = {name: _made_of(name) for name in names}
+    plan = ImportPlan(
+        source=source,
+        description=model.description,
+        make={name: partial(model.tensor, name) for name in names},
+        dtypes={
+            name: source.dtype(of[0]) if of else model.description.dtype
+            for name, of in made_of.items()
+        },
+        made_of=made_of,
+        act_anneal=model.description.low_rank.act_anneal,
+    )
+    return plan, model.report
+
+
+def check_factors(plan: ImportPlan, report: FactorisationReport, checkpoint: Path) -> None:
+    """Compare the factors that a checkpoint holds with the dense weights that they replace.
+
+    Raises:
+        ValueError: for a projection that is farther from its weight than the report says.
+    """
+    reader = CheckpointReader(checkpoint)
+    for row in report.rows:
+        prefix = _whole(row.layer, row.projection)
+        factors = Factors(reader.tensor(f"{prefix}.A"), reader.tensor(f"{prefix}.B"))
+        found = fit(plan.source.tensor(f"{prefix}.weight"), factors).weight_error
+        if not found <= row.fit.weight_error + _ROUNDING:
+            raise ValueError(
+                f"--check: {prefix} in the checkpoint is {found:.3g} from the source's weight, and "
+                f"its factors were {row.fit.weight_error:.3g}; nothing was written"
+            )
+
+
+def _made_of(name: str) -> tuple[str, ...]:
+    """The canonical tensors of the dense model that one of the low-rank model is made of."""
+    prefix, _, part = name.rpartition(".")
+    if part.startswith("gate_"):
+        return ()
+    return (f"{prefix}.weight",) if part in ("A", "B") else (name,)
 
 
 def _whole(layer: int, projection: str) -> str:
