@@ -39,8 +39,8 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
+from megatron.boost.stored_run import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common_state/shard_0_1"
 _MEGATRONS_OWN = "linear_qkv.weight"
 
