@@ -33,6 +33,22 @@ _RANKS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")
 _SCHEDULES = ("act_anneal",)
 """Settings that change the function from step to step."""
 
+FORGOTTEN_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rope_scaling_factor": "--rope-scaling-factor",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+}
+"""Arguments of Megatron's that change the function and that its `--use-checkpoint-args` does not
+restore, with their flags."""
+
+_FORGOTTEN_DEFAULTS = {
+    "layernorm_epsilon": 1e-5,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+}
+
 
 def check_run(run: StoredRun, low_rank: LowRankConfig, arguments: Namespace) -> None:
     """Raise ValueError for the first size, setting or format by which a checkpoint is none of this
@@ -143,6 +159,27 @@ def _check_annealing(run: StoredRun, low_rank: LowRankConfig, *, restarts: bool)
         f"{flag} {low_rank.act_anneal}: begins with {ours:.0%} of φ, but the checkpoint is at "
         f"{before:.0%}; nearest legal value: {legal}"
     )
+
+
+def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
+    """The flags of `FORGOTTEN_FLAGS` that make a run compute what the checkpoint was trained as,
+    those at Megatron's defaults left out.
+
+    Args:
+        given: what the user gave of them, by argument.
+        stored: the arguments that the checkpoint holds.
+
+    Raises:
+        ValueError: for a flag of the user's that contradicts the checkpoint, naming both values.
+    """
+    flags = []
+    for name, flag in FORGOTTEN_FLAGS.items():
+        value = getattr(stored, name, _FORGOTTEN_DEFAULTS[name])
+        if name in given and given[name] != value:
+            raise _contradiction(flag, given[name], value)
+        if name not in given and value != _FORGOTTEN_DEFAULTS[name]:
+            flags += [flag] if value is True else [flag, str(value)]
+    return flags
 
 
 @contextmanager

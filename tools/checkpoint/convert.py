@@ -12,7 +12,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 # Run from a checkout, the package may not be installed.

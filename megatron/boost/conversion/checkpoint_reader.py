@@ -39,8 +39,8 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
+from megatron.boost.stored_run import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common_state/shard_0_1"
 _MEGATRONS_OWN = "linear_qkv.weight"
 
@@ -270,6 +270,18 @@ class _StandIn:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __call__(self, *args: Any, **kwargs: Any) -> _StandIn:
+        return _StandIn(*args)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """As an item of a list of another class."""
+
+    def extend(self, values: Any) -> None:
+        """As items of a list of another class."""
+
 
 class _DataUnpickler(pickle.Unpickler):
     """Unpickles data. Of all classes and functions that are not listed it makes stand-ins: neither
@@ -320,7 +332,7 @@ def _load_data_only(source: Path | io.BytesIO) -> Any:
     )
     try:
         return torch.load(source, map_location="cpu", pickle_module=reader, weights_only=False)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as failure:
+    except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as failure:
         raise ValueError(f"the common state cannot be read: {failure}") from failure
 
 

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron.boost.conversion.checkpoint_reader import TRACKER
 from megatron.boost.conversion.description import ModelDescription
 from megatron.boost.conversion.names import Entry, canonical_entries, megatron_entries
+from megatron.boost.stored_run import TRACKER
 
 _COMMON = "common_state/shard_0_1"
 _WITH_EXTRA_STATE = (

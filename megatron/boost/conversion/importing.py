@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.boost.conversion.checkpoint_writer import checkpoint_entries, write_checkpoint
-from megatron.boost.conversion.description import EMBEDDING, HEAD, ModelDescription
+from megatron.boost.conversion.description import EMBEDDING, ModelDescription
 from megatron.boost.conversion.hf_config import Family, description_from_hf, family_of
 from megatron.boost.conversion.hf_folder import HfReader
 from megatron.boost.conversion.megatron_arguments import arguments_from_description

@@ -12,9 +12,7 @@ from boost_layers.config import LowRankConfig
 from megatron.boost.conversion.description import ModelDescription, RopeSettings
 from megatron.boost.conversion.tokenizer_files import token_count
 from megatron.boost.flags import flags_of
-
-TRUE_VOCABULARY = "true_vocab_size"
-"""The argument in which our runs leave the number of tokens that exist."""
+from megatron.boost.stored_run import TRUE_VOCABULARY
 
 _OF_THE_FUNCTION = (
     "arch",

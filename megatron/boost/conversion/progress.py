@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    Progress as Bar,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
+)
+from rich.progress import (
+    Progress as Bar,
 )
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
