@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.exporting import load_as_transformers
 from tests.support.distributed import run_ranks
+from tests.support.hf_models import change_config
 from tests.support.runs import train_in_turn
 from tests.support.small_tokenizer import TEXT, VOCABULARY_SIZE, save_small_tokenizer
 from tests.support.tools import load_tool
@@ -167,6 +168,32 @@ def test_a_source_without_a_tokenizer_is_imported_and_not_calibrated(
     convert(without, tmp_path / "svd", flags)
     with pytest.raises(ValueError, match="--calibration .*: the source has no tokenizer"):
         convert(without, tmp_path / "other", f"{flags} --calibration {source['folder']}/text.txt")
+
+
+def test_a_model_without_its_activation_so_far_comes_back_as_one(
+    source: dict[str, Any], tmp_path: Path
+) -> None:
+    flags = "--low-rank-arch cola --low-rank-rank 8 --low-rank-act-anneal 40"
+    convert(source, tmp_path / "cola", flags)
+    export, tool = tmp_path / "hf", load_tool("checkpoint/convert")
+    tool.main(["export", "--load", str(tmp_path / "cola"), "--hf", str(export)])
+    exported = {**source, "folder": export}
+    convert(exported, tmp_path / "default", "")
+    convert(exported, tmp_path / "given", "--low-rank-act-anneal 7")
+    for name, steps in (("cola", 40), ("default", 1000), ("given", 7)):
+        reader = CheckpointReader(tmp_path / name)
+        assert reader.description.activation_amount == 0.0
+        assert reader.arguments.low_rank_act_anneal == steps
+    for config, flags, message in (
+        ({"activation_amount": 0.25}, "", "activation_amount 0.25: .*nearest legal value: 0"),
+        ({"activation_amount": 1.0}, "--low-rank-act-anneal 7", "is whole already; .*value: 0"),
+        ({}, "--low-rank-act-anneal 0", "--low-rank-act-anneal 0: .*nearest legal value: 1"),
+        ({}, "--low-rank-rank 4", "--low-rank-rank: the source is low-rank already"),
+    ):
+        change_config(export, lambda values, config=config: values.update(config))
+        with pytest.raises(ValueError, match=message):
+            convert(exported, tmp_path / "refused", flags)
+        change_config(export, lambda values: values.update(activation_amount=0.0))
 
 
 TRAINING = (

@@ -74,7 +74,7 @@ def _import(argv: Sequence[str]) -> None:
     if is_factorisation(args, source.description):
         plan, report = low_rank_plan(source, factorisation_settings(args))
     else:
-        plan = exact_plan(source, args.low_rank_arch)
+        plan = exact_plan(source, args.low_rank_arch, args.low_rank_act_anneal)
     result: dict[str, object] = {
         "parameters_source": source.description.parameter_count(),
         "parameters": plan.description.parameter_count(),

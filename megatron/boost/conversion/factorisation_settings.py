@@ -139,6 +139,7 @@ def is_factorisation(arguments: Namespace, source: ModelDescription) -> bool:
     """
     arch, given = arguments.low_rank_arch, given_factorisation_flags(arguments)
     if source.low_rank.low_rank:
+        given = [flag for flag in given if flag != flag_of("act_anneal")]
         if given:
             raise ValueError(
                 f"{given[0]}: the source is low-rank already ({source.low_rank.arch}); "
@@ -187,6 +188,36 @@ def factorisation_settings(arguments: Namespace) -> FactorisationSettings:
         calibration=values["calibration"],
         calibration_tokens=values["calibration_tokens"] or 65536,
     )
+
+
+def annealing_steps(source: ModelDescription, given: int | None) -> int:
+    """The steps over which φ of a low-rank model grows that is imported as it is. Its checkpoint
+    begins at iteration 0, so with no φ or with all of it.
+
+    Args:
+        source: the low-rank model.
+        given: the user's `--low-rank-act-anneal`, or None.
+
+    Raises:
+        ValueError: for a model whose φ is on the way, and steps that contradict its state.
+    """
+    flag, amount = flag_of("act_anneal"), source.activation_amount
+    if 0.0 < amount < 1.0:
+        raise ValueError(
+            f"activation_amount {amount}: φ of the source is on the way, and a checkpoint begins "
+            f"at iteration 0, without φ or with all of it; nearest legal value: {round(amount)}, "
+            "of an export from before or after the annealing"
+        )
+    if amount == 1.0 and given:
+        raise ValueError(
+            f"{flag} {given}: φ of the source is whole already; nearest legal value: 0"
+        )
+    if amount == 0.0 and given == 0:
+        raise ValueError(
+            f"{flag} 0: the source was made to compute without its φ so far, which is to grow; "
+            "nearest legal value: 1"
+        )
+    return 0 if amount == 1.0 else given or ANNEAL_STEPS
 
 
 def _refuse_idle(given: list[str], arch: str) -> None:
