@@ -79,7 +79,11 @@ def test_a_difference_is_not_blessed(llama: Path, tmp_path: Path) -> None:
     logits = checking.source_logits(source, checking.sample_tokens(source.description))
     plan = exact_plan(source)
     for wrong, outcome in ((logits, None), (logits.roll(1, dims=1), "--check: the logits of")):
-        with mock.patch.object(checking, "megatron_logits", return_value=wrong):
+        patches = {
+            "megatron_logits": mock.Mock(return_value=wrong),
+            "CheckpointReader": mock.Mock(),
+        }
+        with mock.patch.multiple(checking, **patches):
             if outcome is None:
                 assert checking.check_import(plan, tmp_path).difference == 0
             else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.exporting import Export, load_as_transformers, transformers_model
 from megatron.boost.conversion.importing import HfSource, ImportPlan
 from megatron.boost.conversion.megatron_model import megatron_logits
@@ -91,7 +92,7 @@ def check_import(plan: ImportPlan, checkpoint: Path) -> Agreement:
         ValueError: for a difference above rounding.
     """
     tokens = sample_tokens(plan.description)
-    result = megatron_logits(checkpoint, tokens)
+    result = megatron_logits(CheckpointReader(checkpoint), tokens)
     to_source = compare(result, source_logits(plan.source, tokens))
     if plan.exact:
         _refuse_difference(to_source, "the checkpoint", "its source")
@@ -117,8 +118,7 @@ def check_export(export: Export, folder: Path) -> Agreement:
     ).eval()
     with torch.no_grad():
         result = model(tokens).logits
-    root, step = export.reader.root, export.reader.iteration or None
-    agreement = compare(result, megatron_logits(root, tokens, step))
+    agreement = compare(result, megatron_logits(export.reader, tokens))
     if export.exact:
         _refuse_difference(agreement, "the export", "the checkpoint")
     return agreement

@@ -65,6 +65,11 @@ class CheckpointReader:
         self.metadata = self._read_metadata()
         self._refuse_damaged_files()
         self._reader.set_up_storage_reader(self.metadata, True)
+        self._tensors = {
+            name: found
+            for name, found in self.metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
         common = self._common_state()
         if not isinstance(common.get("args"), Namespace):
             raise ValueError(f"{self.folder}: says nothing of the model, it holds no arguments")
@@ -91,17 +96,21 @@ class CheckpointReader:
         """A whole tensor by canonical name, on the CPU, in the dtype that it is stored in and
         without the rows of tokens that do not exist."""
         entry = self._by_canonical[name]
+        if entry.form == "gate over up":
+            rows = entry.shape[0] // len(entry.canonical)
+            return self._read(entry, entry.canonical.index(name) * rows, rows)
         if len(entry.canonical) == 1:
-            return entry.split(self._read(entry))[name]
-        # Its parts are asked for one after the other.
+            return entry.split(self._read(entry, 0, entry.shape[0]))[name]
+        # q, k and v are asked for one after the other.
         key = f"{entry.name} {entry.layer}"
         if self._last[0] != key:
-            self._last = key, entry.split(self._read(entry))
+            self._last = "", {}
+            self._last = key, entry.split(self._read(entry, 0, entry.shape[0]))
         return self._last[1][name]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in, by canonical name."""
-        stored: torch.dtype = self._tensors()[self._by_canonical[name].name].properties.dtype
+        stored: torch.dtype = self._tensors[self._by_canonical[name].name].properties.dtype
         return stored
 
     @property
@@ -113,25 +122,18 @@ class CheckpointReader:
     @property
     def megatrons_own(self) -> bool:
         """Whether the layers are Megatron's own, `--low-rank-arch none`."""
-        return any(name.endswith(_MEGATRONS_OWN) for name in self._tensors())
-
-    def _tensors(self) -> dict[str, TensorStorageMetadata]:
-        return {
-            name: found
-            for name, found in self.metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
+        return any(name.endswith(_MEGATRONS_OWN) for name in self._tensors)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of the model's tensors, the optimizer's left out."""
         return {
             name: tuple(found.size)
-            for name, found in self._tensors().items()
+            for name, found in self._tensors.items()
             if not name.startswith(("optimizer.", "chained_"))
         }
 
     def _stored_dtype(self) -> torch.dtype:
-        found = self._tensors().get(VOCABULARY_TENSORS[0])
+        found = self._tensors.get(VOCABULARY_TENSORS[0])
         return torch.float32 if found is None else found.properties.dtype
 
     def _resolve(self, shapes: dict[str, tuple[int, ...]]) -> list[Entry]:
@@ -154,13 +156,12 @@ class CheckpointReader:
         except ValueError as refusal:
             raise ValueError(f"{self.folder}: {refusal}") from refusal
 
-    def _read(self, entry: Entry) -> Tensor:
-        """The tensor of an entry, of its layer alone where layers are stacked."""
-        stored = self._tensors()[entry.name]
-        offsets = [0] * len(stored.size)
-        sizes = list(entry.stored_shape)
+    def _read(self, entry: Entry, start: int, rows: int) -> Tensor:
+        """Rows of an entry's tensor, of its layer alone where layers are stacked."""
+        stored = self._tensors[entry.name]
+        offsets, sizes = [start, *[0] * (len(entry.shape) - 1)], [rows, *entry.shape[1:]]
         if entry.layer is not None:
-            offsets[0], sizes[0] = entry.layer, 1
+            offsets, sizes = [entry.layer, *offsets], [1, *sizes]
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(entry.name, stored, [chunk])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,20 @@ class Export:
     """What floating-point tensors are turned into; None: each keeps its own."""
     tokenizer: Path | None
 
-    @property
+    @cached_property
     def entries(self) -> list[Entry]:
         """The tensors of the result."""
         return hf_entries(self.description)
 
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """The canonical tensors of the checkpoint."""
+        return frozenset(self.reader.description.tensors())
+
     def sources(self, entry: Entry) -> list[str]:
         """The canonical tensors of the checkpoint that a tensor of the result is made of."""
         (name,) = entry.canonical
-        if name in self.reader.description.tensors():
+        if name in self._stored:
             return [name]
         stem = name.removesuffix(".weight")
         return [f"{stem}.B", f"{stem}.A"]
