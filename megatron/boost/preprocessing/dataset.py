@@ -144,9 +144,13 @@ def publish(stem: Path, prefix: str) -> None:
 
 def _open(path: Path, size: int) -> BinaryIO:
     path.touch()
-    if path.stat().st_size < size:
-        raise ValueError(f"{path}: has {path.stat().st_size} bytes and should have {size}")
-    file = path.open("r+b", buffering=1 << 20)
+    found = path.stat().st_size
+    if found < size:
+        raise ValueError(
+            f"{path}: has {found:,} bytes, of {size:,} that an unfinished run wrote; --start-over "
+            "begins anew"
+        )
+    file = path.open("r+b")
     file.truncate(size)
     file.seek(size)
     return file

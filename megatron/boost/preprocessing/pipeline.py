@@ -165,7 +165,7 @@ def preprocess(
         prefixes = {key: document_prefix(output_prefix, key) for key in settings.keys}
         for number, prefix in enumerate(prefixes.values()):
             publish(_stem(unfinished.folder, number), prefix)
-        unfinished.remove()
+        unfinished.forget()
     return Summary(
         prefixes=prefixes,
         tokens={
@@ -226,17 +226,18 @@ class _Run:
                     if time.perf_counter() - saved >= SECONDS_BETWEEN_SAVES:
                         self._save(unfinished)
                         saved = time.perf_counter()
-                self._check_the_whole()
-                for writer in self._writers:
-                    writer.write_index()
-                self._state = replace(self._state, whole=True)
-                self._save(unfinished)
             except BaseException:
                 # What went wrong matters more than that it cannot be saved.
                 with contextlib.suppress(OSError):
                     if self._has_progress():
                         self._save(unfinished)
                 raise
+            self._save(unfinished)
+            self._check_the_whole(unfinished)
+            for writer in self._writers:
+                writer.write_index()
+            self._state = replace(self._state, whole=True)
+            self._save(unfinished)
         return self._state
 
     def how_to_go_on(self) -> str:
@@ -291,11 +292,12 @@ class _Run:
         hint = f" (after {good:,} good documents; --on-error skip leaves bad ones out)"
         return BadRecord(*bad, hint=hint, good_documents=good)
 
-    def _check_the_whole(self) -> None:
+    def _check_the_whole(self, unfinished: UnfinishedRun) -> None:
         for file in self._files:
             if InputFile.of(Path(file.path)) != file:
                 raise ValueError(f"--input {file.path}: the file changed while it was read")
         if not self._state.documents:
+            unfinished.forget()
             raise ValueError(
                 f"--on-error skip: all {self._state.bad_documents:,} documents are bad; the first: "
                 f"{self._state.first_bad[0]}"

@@ -83,8 +83,8 @@ class _ZstandardFrames(io.RawIOBase):
     The library's own reader takes a file that ends in the middle of a frame for a whole one.
     """
 
-    # A few bytes may stand for a megabyte, so the input is handed over in small portions.
-    _PORTION = 2048
+    # A byte may stand for 32 KiB, so the input is handed over in small portions.
+    _PORTION = 256
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -94,7 +94,7 @@ class _ZstandardFrames(io.RawIOBase):
         self._frame = self._decompressor.decompressobj()
         self._within_frame = False
         self._input = b""
-        self._content = b""
+        self._content = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -107,7 +107,7 @@ class _ZstandardFrames(io.RawIOBase):
                 if self._within_frame:
                     raise EOFError("the file ends in the middle of a frame")
                 return 0
-            self._content = self._frame.decompress(data)
+            self._content = memoryview(self._frame.decompress(data))
             self._within_frame = not self._frame.eof
             self._input = b""
             if self._frame.eof:

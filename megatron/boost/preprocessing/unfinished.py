@@ -82,8 +82,7 @@ class UnfinishedRun:
     `start_over`. One of other settings could still go on, and is refused. `note` is told, in words,
     what became of it. Raises `ValueError` when it is refused, is damaged, or is still running.
 
-    The folder goes when `remove` is called, and when the block ends with an exception before
-    anything was saved.
+    The folder is removed at the end of the block when nothing was saved, and after `forget`.
     """
 
     def __init__(
@@ -111,10 +110,9 @@ class UnfinishedRun:
         _write(self.folder / _PROGRESS, state.to_json())
         self._keep = True
 
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder)
-        self._keep = True
+    def forget(self) -> None:
+        """Have the folder removed when the block ends."""
+        self._keep = False
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +124,7 @@ class UnfinishedRun:
         trace: TracebackType | None,
     ) -> None:
         if not self._keep:
-            self.remove()
+            shutil.rmtree(self.folder)
         self._lock.close()
 
     def _earlier(
