@@ -1,4 +1,4 @@
-"""How close does tools/preprocess_data.py come to the tokenizer's own speed, and how does its memory
+"""How close does tools/preprocess_data.py come to the tokenizer's own speed, and does its memory
 grow with the input?
 
 The corpus is the source of this interpreter's standard library, repeated, and the tokenizer a
