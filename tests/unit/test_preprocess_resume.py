@@ -13,6 +13,7 @@ from megatron.boost.preprocessing import encoding, pieces, pipeline
 from megatron.boost.preprocessing.encoding import EncodingSettings
 from megatron.boost.preprocessing.pipeline import preprocess
 from megatron.boost.preprocessing.records import BadRecord
+from megatron.boost.preprocessing.unfinished import UnfinishedRun
 from tests.support.preprocessing import (
     TEXTS,
     bytes_of,
@@ -133,6 +134,42 @@ def test_what_was_written_after_the_last_save_is_written_again(
     preprocess([corpus], prefix, settings, on_error="skip")
 
     assert bytes_of(f"{prefix}_text_document") == bytes_of(tmp_path / "whole_text_document")
+
+
+def test_an_end_without_a_last_save_loses_only_what_came_after_the_one_before(
+    tmp_path, settings, corpus, monkeypatch
+):
+    """As it is with SIGKILL, also where a long document has been taken back in between."""
+    preprocess([corpus], str(tmp_path / "whole"), settings, on_error="skip")
+    prefix = str(tmp_path / "x")
+    save = UnfinishedRun.save
+    saves = 0
+
+    def save_some(run, state):
+        nonlocal saves
+        saves += 1
+        if saves % 4 == 0 or state.whole:
+            save(run, state)
+
+    for after in range(1, 100):
+        with monkeypatch.context() as patch:
+            patch.setattr(UnfinishedRun, "save", save_some)
+            if interrupted(after, [corpus], prefix, settings):
+                break
+        preprocess([corpus], prefix, settings, on_error="skip")
+        assert bytes_of(f"{prefix}_text_document") == bytes_of(tmp_path / "whole_text_document")
+    assert after > 15
+
+
+def test_files_that_are_gone_after_they_were_renamed_are_missed(tmp_path, settings, monkeypatch):
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedRun, "forget", lambda run: None)
+        preprocess([source], str(tmp_path / "x"), settings)
+    (tmp_path / "x_text_document.bin").unlink()
+
+    with pytest.raises(ValueError, match=r"x_text_document: .* are gone; --start-over begins anew"):
+        preprocess([source], str(tmp_path / "x"), settings)
 
 
 @pytest.mark.parametrize("renamed", [0, 1, 2, 3, 4])

@@ -44,7 +44,7 @@ def test_three_workers_write_what_one_writes(tmp_path, settings, small_batches):
     texts = [f"{TEXTS[number % len(TEXTS)]} {number}" for number in range(60)]
     texts[13] = texts[50] = ""
     write_compressed(folder / "a.jsonl.gz", json_lines(texts))
-    write_compressed(folder / "b.txt", "".join(texts * 36).encode())
+    write_compressed(folder / "b.txt", "".join(texts * 20).encode())
 
     summaries = [
         preprocess([folder], str(tmp_path / str(n)), settings, workers=n, on_error="skip")

@@ -55,8 +55,10 @@ class DataSetWriter:
         self._dtype = dtype
         self._extent = extent
         self._bin, self._lengths, self._idx = unfinished_files(stem)
-        self._bin_file = _open(self._bin, extent.tokens * dtype.itemsize)
-        self._lengths_file = _open(self._lengths, extent.documents * 4)
+        # An open document may have been taken back since, and then it will be again.
+        closed = extent.tokens - extent.open_tokens
+        self._bin_file = _open(self._bin, closed * dtype.itemsize, extent.tokens * dtype.itemsize)
+        self._lengths_file = _open(self._lengths, extent.documents * 4, extent.documents * 4)
 
     @property
     def extent(self) -> Extent:
@@ -130,7 +132,8 @@ def unfinished_files(stem: Path) -> tuple[Path, Path, Path]:
 
 def publish(stem: Path, prefix: str) -> None:
     """Rename a written data set and its index to `{prefix}.bin` and `.idx`; when that has been
-    interrupted, do the rest."""
+    interrupted, do the rest. Raises `ValueError` where nothing is left to be renamed and they are
+    not there."""
     bin_, _, idx = unfinished_files(stem)
     final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     if bin_.exists():
@@ -140,15 +143,21 @@ def publish(stem: Path, prefix: str) -> None:
         bin_.replace(final_bin)
     if idx.exists():
         idx.replace(final_idx)
+    if not (final_bin.exists() and final_idx.exists()):
+        raise ValueError(
+            f"{prefix}: an earlier run wrote this data set, but its files are gone; --start-over "
+            "begins anew"
+        )
 
 
-def _open(path: Path, size: int) -> BinaryIO:
+def _open(path: Path, least: int, size: int) -> BinaryIO:
+    """Open a file to go on writing from `size` on; it must have at least `least` bytes."""
     path.touch()
     found = path.stat().st_size
-    if found < size:
+    if found < least:
         raise ValueError(
-            f"{path}: has {found:,} bytes, of {size:,} that an unfinished run wrote; --start-over "
-            "begins anew"
+            f"{path}: has {found:,} bytes, of {least:,} that an unfinished run wrote; "
+            "--start-over begins anew"
         )
     file = path.open("r+b")
     file.truncate(size)

@@ -153,10 +153,7 @@ class Encoder:
                 if isinstance(reason := documents[number], str):
                     bad.setdefault(index, _bad(records[index], reason))
         good = [number for number, index in enumerate(texts) if index not in bad]
-        encoded = [
-            [np.fromiter(documents[number], self.dtype, len(documents[number])) for number in good]
-            for documents in documents_of_keys
-        ]
+        encoded = [[documents[number] for number in good] for documents in documents_of_keys]
         return EncodedBatch(
             ids=[np.concatenate([np.empty(0, self.dtype), *documents]) for documents in encoded],
             lengths=[[len(ids) for ids in documents] for documents in encoded],
@@ -165,24 +162,30 @@ class Encoder:
             text_bytes=sum(map(_size, records)),
         )
 
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int] | str]:
+    def _encode_texts(self, texts: Sequence[str]) -> list[np.ndarray | str]:
         """The ids of each text, or why it has none."""
-        documents: list[list[int] | str] = []
+        documents: list[np.ndarray | str] = []
         short = [text for text in texts if not self._must_be_cut(text)]
         ids_of_short = iter(self._encode_whole(short))
         for text in texts:
-            ids: list[int] | str
-            if self._must_be_cut(text):
-                ids = self._encode_in_pieces(text)
+            try:
+                if self._must_be_cut(text):
+                    ids = self._encode_in_pieces(text)
+                else:
+                    ids = self._array(next(ids_of_short))
+            except NoJoint as error:
+                documents.append(str(error))
+                continue
+            if not len(ids):
+                documents.append("the tokenizer makes no tokens of the text")
+            elif self.settings.append_eod:
+                documents.append(np.concatenate([ids, self._array([self.eod_id])]))
             else:
-                ids = next(ids_of_short)
-            if not ids:
-                ids = "the tokenizer makes no tokens of the text"
-            elif isinstance(ids, list) and self.settings.append_eod:
-                assert self.eod_id is not None
-                ids.append(self.eod_id)
-            documents.append(ids)
+                documents.append(ids)
         return documents
+
+    def _array(self, ids: Sequence[int | None]) -> np.ndarray:
+        return np.fromiter(ids, self.dtype, len(ids))
 
     def _must_be_cut(self, text: str) -> bool:
         # What the tokenizer holds besides the ids takes some 50 times the memory of the text.
@@ -201,15 +204,13 @@ class Encoder:
         )["input_ids"]
         return found
 
-    def _encode_in_pieces(self, text: str) -> list[int] | str:
+    def _encode_in_pieces(self, text: str) -> np.ndarray:
         assert self._library_tokenizer is not None
-        ids = list(self._added_before)
-        try:
-            for piece in cut(io.BytesIO(text.encode("utf-8")).read):
-                ids += encode_piece(self._library_tokenizer, piece)
-        except NoJoint as error:
-            return str(error)
-        return ids + self._added_after
+        # As arrays one by one: a Python list of all ids takes many times their memory.
+        parts = [self._array(self._added_before)]
+        for piece in cut(io.BytesIO(text.encode("utf-8")).read):
+            parts.append(self._array(encode_piece(self._library_tokenizer, piece)))
+        return np.concatenate([*parts, self._array(self._added_after)])
 
     def _encode_piece(self, record: Record) -> EncodedBatch:
         """Encode a piece of a long text file, the same one for every key."""
@@ -238,7 +239,7 @@ class Encoder:
                 assert self.eod_id is not None
                 ids.append(self.eod_id)
         return EncodedBatch(
-            ids=[np.fromiter(ids, self.dtype, len(ids))] * len(self.settings.keys),
+            ids=[self._array(ids)] * len(self.settings.keys),
             lengths=[[len(ids)]] * len(self.settings.keys),
             bad=bad,
             good_before_bad=0,

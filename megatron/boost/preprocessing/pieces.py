@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PIECE_BYTES = 1 << 20
-CONTEXT_BYTES = 1 << 13
+PIECE_BYTES = 1 << 19
+CONTEXT_BYTES = 1 << 12
 
 _LONGEST_CHARACTER = 4
 
