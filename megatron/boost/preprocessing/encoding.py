@@ -188,7 +188,7 @@ class Encoder:
         return np.fromiter(ids, self.dtype, len(ids))
 
     def _must_be_cut(self, text: str) -> bool:
-        # What the tokenizer holds besides the ids takes some 50 times the memory of the text.
+        # What the tokenizer holds besides the ids takes hundreds of times the memory of the text.
         return len(text) > PIECE_BYTES and self._library_tokenizer is not None
 
     def _encode_whole(self, texts: list[str]) -> list[list[int]]:
@@ -221,7 +221,7 @@ class Encoder:
         if record.fault is not None:
             bad = [_bad(record, record.fault)]
         elif self._library_tokenizer is None:
-            limit = f"{PIECE_BYTES / 2**20:g} MiB"
+            limit = f"{PIECE_BYTES // 1024} KiB"
             reason = f"longer than {limit}, which takes a tokenizer of the tokenizers library"
             bad = [_bad(record, reason)]
         else:
