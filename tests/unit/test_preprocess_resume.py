@@ -356,15 +356,24 @@ def test_a_folder_that_is_read_may_hold_the_unfinished_run(tmp_path, settings):
     assert (summary.documents, summary.earlier_documents) == (15, 9)
 
 
+@pytest.fixture(scope="module")
+def large_corpus(tmp_path_factory, tokenizer_model):
+    """A file that takes a second or two, and what an unbroken run makes of it."""
+    folder = tmp_path_factory.mktemp("large")
+    source = write_jsonl(folder / "corpus.jsonl", [f"{TEXTS[4]} {n}" for n in range(700)])
+    preprocess([source], str(folder / "whole"), EncodingSettings(tokenizer_model))
+    return source, bytes_of(folder / "whole_text_document")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_the_command_given_again_goes_on_after_a_signal(tmp_path, tokenizer_model, ending):
-    source = write_jsonl(tmp_path / "corpus.jsonl", [f"{TEXTS[4]} {n}" for n in range(700)])
+def test_the_command_given_again_goes_on_after_a_signal(
+    tmp_path, tokenizer_model, large_corpus, ending
+):
+    source, whole = large_corpus
     prefix = tmp_path / "out" / "x"
     command = [sys.executable, TOOLS / "preprocess_data.py", "--input", source]
     command += ["--tokenizer-model", tokenizer_model, "--workers", "2", "--output-prefix"]
-    settings = EncodingSettings(tokenizer_model)
-    preprocess([source], str(tmp_path / "whole"), settings)
 
     process = subprocess.Popen([*command, prefix], stderr=subprocess.PIPE, start_new_session=True)
     data = tmp_path / "out" / "x.partial" / "0.bin"
@@ -392,7 +401,7 @@ def test_the_command_given_again_goes_on_after_a_signal(tmp_path, tokenizer_mode
     again = subprocess.run([*command, prefix], capture_output=True, text=True, check=True)
     if ending != signal.SIGKILL:
         assert again.stderr.startswith("note: going on with an unfinished run, after ")
-    assert bytes_of(f"{prefix}_text_document") == bytes_of(tmp_path / "whole_text_document")
+    assert bytes_of(f"{prefix}_text_document") == whole
     assert files_of(tmp_path / "out") == ["x_text_document.bin", "x_text_document.idx"]
 
 
