@@ -251,7 +251,8 @@ def _peak_until_it_ends(process: subprocess.Popen[bytes]) -> float:
     peaks: dict[int, int] = {}
     while process.poll() is None:
         for pid in [process.pid, *_children(process.pid)]:
-            peaks[pid] = max(peaks.get(pid, 0), _peak_kib(pid))
+            # The latest: before its exec, a child counts with all that its parent has.
+            peaks[pid] = _peak_kib(pid) or peaks.get(pid, 0)
         time.sleep(SECONDS_BETWEEN_SAMPLES)
     return sum(peaks.values()) / 1024.0
 
