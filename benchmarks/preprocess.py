@@ -40,7 +40,7 @@ TOOL, TOKENIZER = "tool", "encode_batch"
 TITLES = {TOOL: "preprocess_data.py", TOKENIZER: "the tokenizer's encode_batch"}
 
 DOCUMENTS_AT_ONCE = 256
-"""For `encode_batch`. More make no difference to its speed, and take gigabytes."""
+"""For `encode_batch`: enough for all threads; what it makes of many more takes gigabytes."""
 SECONDS_BETWEEN_SAMPLES = 0.02
 
 

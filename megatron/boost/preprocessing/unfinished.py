@@ -153,8 +153,8 @@ class UnfinishedRun:
         for name, value in settings.items():
             if (earlier := earlier_settings.get(name)) != value:
                 raise ValueError(
-                    f"{name} {value}: {self.folder} holds an unfinished run with {earlier}, which "
-                    "that value would continue; --start-over begins anew"
+                    f"{name} {value}: {self.folder} holds an unfinished run with {earlier}, and "
+                    "that can only go on as it was begun; --start-over begins anew"
                 )
         return state
 
