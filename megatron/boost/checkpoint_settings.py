@@ -30,6 +30,25 @@ _KINDS = ("arch", "lax_base", "act", "mlp", "lax_gate", "lax_norm", "layers")
 
 _RANKS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")
 
+_SCHEDULES = ("act_anneal",)
+"""Settings that change the function from step to step."""
+
+FORGOTTEN_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rope_scaling_factor": "--rope-scaling-factor",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+}
+"""Arguments of Megatron's that change the function and that its `--use-checkpoint-args` does not
+restore, with their flags."""
+
+_FORGOTTEN_DEFAULTS = {
+    "layernorm_epsilon": 1e-5,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+}
+
 
 def check_run(run: StoredRun, low_rank: LowRankConfig, arguments: Namespace) -> None:
     """Raise ValueError for the first size, setting or format by which a checkpoint is none of this
@@ -46,6 +65,7 @@ def check_run(run: StoredRun, low_rank: LowRankConfig, arguments: Namespace) -> 
             if theirs is not None and ours != theirs:
                 raise _contradiction(f"--{name.replace('_', '-')}", ours, theirs)
     check_settings(run.arguments, low_rank, arguments.hidden_size)
+    _check_annealing(run, low_rank, restarts=run.restarts or arguments.finetune)
     if not (arguments.no_load_optim or arguments.finetune):
         _check_optimizer_format(run, arguments)
 
@@ -105,10 +125,64 @@ def restored_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
         if flag in given_flags and rank != before:
             raise _contradiction(flag, f"rank {rank} of {projection}", f"rank {before}")
     flags = []
-    for name in (*_KINDS, *_RANKS):
+    for name in (*_KINDS, *_RANKS, *_SCHEDULES):
+        if name in _SCHEDULES and name in given:
+            # Whether it agrees depends on the iteration: `check_run` sees.
+            continue
         value = getattr(then, name)
         if value != LowRankConfig.__dataclass_fields__[name].default:
             flags += [flag_of(name), str(value)]
+    return flags
+
+
+def _check_annealing(run: StoredRun, low_rank: LowRankConfig, *, restarts: bool) -> None:
+    """Refuse another amount of φ than the checkpoint's. How many steps it grows over is free as
+    long as none was taken, and of no matter when all of them are."""
+    if not hasattr(run.arguments, "low_rank_arch"):
+        return
+    then = _config(run.arguments)
+    before = then.activation_amount(run.iteration)
+    ours = low_rank.activation_amount(0 if restarts else run.iteration)
+    if ours == before:
+        return
+    flag = flag_of("act_anneal")
+    if not restarts:
+        raise _contradiction(flag, low_rank.act_anneal, then.act_anneal)
+    if 0.0 < before < 1.0:
+        raise ValueError(
+            f"{run.where}: is {before:.0%} on the way to its φ ({flag} {then.act_anneal}, "
+            f"iteration {run.iteration}), and a run that starts at iteration 0 cannot begin there; "
+            f"nearest legal value: go on without --finetune to iteration {then.act_anneal} first"
+        )
+    legal = "0" if before == 1.0 else f"{then.act_anneal}"
+    raise ValueError(
+        f"{flag} {low_rank.act_anneal}: begins with {ours:.0%} of φ, but the checkpoint is at "
+        f"{before:.0%}; nearest legal value: {legal}"
+    )
+
+
+def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
+    """The flags of `FORGOTTEN_FLAGS` that make a run compute what the checkpoint was trained as,
+    those at Megatron's defaults left out.
+
+    Args:
+        given: what the user gave of them, by argument.
+        stored: the arguments that the checkpoint holds.
+
+    Raises:
+        ValueError: for a flag of the user's that contradicts the checkpoint, naming both values.
+    """
+    flags = []
+    for name, flag in FORGOTTEN_FLAGS.items():
+        default = _FORGOTTEN_DEFAULTS[name]
+        if name == "layernorm_epsilon":
+            # Its name in other releases.
+            default = getattr(stored, "norm_epsilon", default)
+        value = getattr(stored, name, default)
+        if name in given and given[name] != value:
+            raise _contradiction(flag, given[name], value)
+        if name not in given and value != _FORGOTTEN_DEFAULTS[name]:
+            flags += [flag] if value is True else [flag, str(value)]
     return flags
 
 
@@ -116,12 +190,15 @@ def restored_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
 def settings_checked_on_load(low_rank: LowRankConfig, hidden_size: int) -> Iterator[None]:
     """Context in which Megatron's check of a checkpoint's arguments includes ours: for the
     formats that `stored_run` does not read."""
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing, get_args
 
     upstream = checkpointing.check_checkpoint_args
 
     def check(stored: Namespace, *args: Any, **kwargs: Any) -> None:
         check_settings(stored, low_rank, hidden_size)
+        steps = getattr(stored, "low_rank_act_anneal", 0)
+        if get_args().ckpt_format != "torch_dist" and steps != low_rank.act_anneal:
+            raise _contradiction(flag_of("act_anneal"), low_rank.act_anneal, steps)
         upstream(stored, *args, **kwargs)
 
     with mock.patch.object(checkpointing, "check_checkpoint_args", check):

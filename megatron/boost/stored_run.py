@@ -8,7 +8,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
+TRUE_VOCABULARY = "true_vocab_size"
+"""The argument in which a run leaves the number of tokens that exist for its checkpoints: Megatron
+stores that of the padded rows."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class StoredRun:
     """All arguments of that run, as Megatron validated them."""
     optimizer_format: str | None
     """How the state of a distributed optimizer is stored; None: it is not from one."""
+    iteration: int = 0
+    """Finished iterations."""
+    restarts: bool = False
+    """Whether a run that loads it counts from 0 again, whatever its flags."""
 
 
 def stored_run(arguments: Namespace) -> StoredRun | None:
@@ -46,12 +53,18 @@ def stored_run(arguments: Namespace) -> StoredRun | None:
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                state, *_ = checkpointing._load_base_checkpoint(folder, arguments, rank0=True)
+                state, _, release, _ = checkpointing._load_base_checkpoint(
+                    folder, arguments, rank0=True
+                )
         except Exception as failure:  # whatever a damaged file makes the readers raise
             raise ValueError(f"{where}: cannot be read: {failure}") from failure
         metadata = state.get("content_metadata") or {}
         return StoredRun(
-            where, state.get("args", Namespace()), metadata.get("distrib_optim_sharding_type")
+            where,
+            state.get("args", Namespace()),
+            metadata.get("distrib_optim_sharding_type"),
+            iteration=0 if release else state.get("iteration") or 0,
+            restarts=release or flag == "--pretrained-checkpoint",
         )
     return None
 
@@ -74,7 +87,7 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
         folder: what Megatron saved to.
         step: the iteration asked for; None: the one that the folder's tracker file names.
     """
-    tracker = folder / _TRACKER
+    tracker = folder / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
     if step is None and not tracker.is_file():
         return False
@@ -83,7 +96,7 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
     complete = _iterations(folder, "metadata.json")
     if tracker.is_file() and text != "release" and not text.isdecimal():
         raise ValueError(
-            f"{where}: {_TRACKER} in it names no iteration; nearest legal value: "
+            f"{where}: {TRACKER} in it names no iteration; nearest legal value: "
             f"{_nearest(complete, max(complete, default=0))}, written into that file"
         )
     wanted = int(text) if step is None else step

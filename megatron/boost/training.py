@@ -13,13 +13,14 @@ from unittest import mock
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.training import pretrain, set_startup_timestamps, training
+from megatron.training import get_args, pretrain, set_startup_timestamps, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 
 from boost_layers.carry import width_between_stages
 from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
+from megatron.boost.annealing import annealed_activation
 from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
 from megatron.boost.builder import model_config, true_vocabulary
 from megatron.boost.checkpoint_settings import check_run, settings_checked_on_load
@@ -31,7 +32,7 @@ from megatron.boost.data import (
     refuse_unsupported_data,
 )
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
-from megatron.boost.stored_run import stored_run
+from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -108,7 +109,7 @@ def train(plan: Plan, started: float | None = None) -> None:
     tp_size = plan.settings.megatron.tensor_model_parallel_size
     checked = settings_checked_on_load(low_rank, hidden_size)
     widened = wide_pipeline_tensor(width_between_stages(low_rank, hidden_size, tp_size))
-    with checked, widened, _keeping_model() as built:
+    with checked, widened, annealed_activation(low_rank), _keeping_model() as built:
         try:
             pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:
@@ -125,7 +126,8 @@ def train(plan: Plan, started: float | None = None) -> None:
 
 
 class _keeping_model:
-    """Context that remembers the model chunks that `pretrain()` builds and does not return."""
+    """Context that remembers the model chunks that `pretrain()` builds and does not return, and
+    leaves the size of the vocabulary to the checkpoints."""
 
     def __enter__(self) -> list[torch.nn.Module]:
         built: list[torch.nn.Module] = []
@@ -134,6 +136,7 @@ class _keeping_model:
         def keep(*args: Any, **kwargs: Any) -> Any:
             result = setup(*args, **kwargs)
             built.extend(result[0])
+            setattr(get_args(), TRUE_VOCABULARY, true_vocabulary(get_args()))
             return result
 
         self._patch = mock.patch.object(training, "setup_model_and_optimizer", keep)
