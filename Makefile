@@ -41,6 +41,8 @@ bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/memory.py
 	@$(python) benchmarks/kernels.py
 	@$(python) benchmarks/attention.py
+	@$(python) benchmarks/preprocess.py
+	@$(python) benchmarks/convert.py
 
 ext: $(installed) ## build the extension (csrc) anew, with CUDA where nvcc and a CUDA torch are found
 	@$(call build_extension,--force)
