@@ -179,6 +179,11 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_a_damaged_checkpoint_is_refused_by_name(checkpoint: Path) -> None:
     data = checkpoint / "release" / "__0_2.distcp"
+    reader = CheckpointReader(checkpoint)
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(ValueError, match="decoder.layers.0.* is damaged"):
+        for name in reader.description.tensors():
+            reader.tensor(name)
     truncate(data)
     with pytest.raises(ValueError, match="__0_2.distcp: is truncated"):
         CheckpointReader(checkpoint)
@@ -190,7 +195,11 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoint: Path) -> None:
         CheckpointReader(checkpoint)
     with pytest.raises(ValueError, match="iter_0000007: there is no complete.*complete: release"):
         CheckpointReader(checkpoint, step=7)
-    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
+    tracker = checkpoint / "latest_checkpointed_iteration.txt"
+    tracker.write_text("soon")
+    with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt: names no iteration"):
+        CheckpointReader(checkpoint)
+    tracker.unlink()
     with pytest.raises(ValueError, match="holds no checkpoint"):
         CheckpointReader(checkpoint)
 
