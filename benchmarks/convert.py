@@ -162,17 +162,17 @@ class ConvertReport:
     def _peak(self, name: str) -> int:
         return max(run.peak_bytes for run in self._of(name))
 
-    def _share(self, name: str) -> float:
+    def _share(self, name: str) -> float | None:
         own, copy = (percentile(self._rates(each), 50) for each in (name, COPY))
-        return own / copy
+        return None if own is None or copy is None else own / copy
 
     def _cells(self, name: str) -> list[str]:
         rates, peak = self._rates(name), self._peak(name)
-        cells = [TITLES[name], *(f"{percentile(rates, q):.0f}" for q in (50, 20, 80))]
+        cells = [TITLES[name], *(number(percentile(rates, q), ".0f") for q in (50, 20, 80))]
         allowed = self.allowed_bytes.get(name)
         return [
             *cells,
-            number(self._share(name) if allowed else None, ".2f") if allowed else "",
+            number(self._share(name), ".2f") if allowed else "",
             f"{peak / _MIB:.0f}",
             f"{allowed / _MIB:.0f}" if allowed else "",
             f"{peak / allowed:.2f}" if allowed else "",

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -167,8 +166,17 @@ class CheckpointReader:
         items = create_read_items_for_chunk_list(entry.name, stored, [chunk])
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise ValueError(f"{self.folder}: {entry.name} is not whole")
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        self._read_data(items, _Into(target))
         return target if entry.layer is None else target[0]
+
+    def _read_data(self, items: list[ReadItem], into: DefaultLoadPlanner) -> None:
+        """Read `items` into what `into` has for them."""
+        try:
+            self._reader.read_data(LoadPlan(items), into).wait()
+        except (RuntimeError, AssertionError, pickle.UnpicklingError) as failure:
+            what = items[0].storage_index.fqn
+            reason = str(failure).partition("\n")[0]
+            raise ValueError(f"{self.folder}: {what} is damaged ({reason})") from failure
 
     def _read_metadata(self) -> Metadata:
         path = self.folder / ".metadata"
@@ -210,17 +218,9 @@ class CheckpointReader:
             index = MetadataIndex(_COMMON)
             origin = torch.Size((0,))
             item = ReadItem(LoadItemType.BYTE_IO, index, origin, index, origin, origin)
-            self._reader.read_data(LoadPlan([item]), into).wait()
+            self._read_data([item], into)
             state = _load_data_only(into.value)[0]
         return state if isinstance(state, dict) else {}
-
-    def objects(self) -> list[str]:
-        """The names of what is stored beside tensors."""
-        return [
-            name
-            for name, found in self.metadata.state_dict_metadata.items()
-            if isinstance(found, BytesStorageMetadata)
-        ]
 
 
 class _DataReader(FileSystemReader):
@@ -354,7 +354,9 @@ def _folder_of(root: Path, step: int | None) -> Path:
         folder = root
     elif (root / TRACKER).is_file():
         latest = (root / TRACKER).read_text().strip()
-        folder = root / (latest if latest == "release" else f"iter_{int(latest or 0):07d}")
+        if latest != "release" and not latest.isdecimal():
+            raise ValueError(f"{root / TRACKER}: names no iteration")
+        folder = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
     else:
         raise ValueError(f"{root}: holds no checkpoint (there is no {TRACKER} in it)")
     if not (folder / "metadata.json").is_file():

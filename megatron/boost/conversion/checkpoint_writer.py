@@ -128,7 +128,7 @@ def _parts(
             made = [tensor(name) for name in names]
             whole = entry.join(made) if len(members) == 1 else made[0]
             assert whole.shape == shape[-whole.dim() :], f"{names}: {whole.shape}, not {shape}"
-            return whole.view(shape)
+            return whole.contiguous().view(shape)
 
         yield _Part(entry, offset, shape, dtype, make)
 

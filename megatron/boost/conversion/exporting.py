@@ -20,7 +20,7 @@ from megatron.boost.conversion.hf_config import hf_from_description
 from megatron.boost.conversion.hf_folder import new_hf_folder
 from megatron.boost.conversion.names import Entry, hf_entries
 from megatron.boost.conversion.output_folder import refuse_occupied
-from megatron.boost.conversion.progress import Progress, silent
+from megatron.boost.conversion.progress import Progress, silent, without_bars
 from megatron.boost.conversion.tokenizer_files import GENERATION, copy_tokenizer, special_tokens
 
 if TYPE_CHECKING:
@@ -260,13 +260,14 @@ def transformers_model(
     kind, config_kind = (
         (BoostForCausalLM, BoostConfig) if low_rank else (LlamaForCausalLM, LlamaConfig)
     )
-    model, loading = kind.from_pretrained(
-        None,
-        config=config_kind(**config),
-        state_dict=tensors,
-        dtype=dtype or description.dtype,
-        output_loading_info=True,
-    )
+    with without_bars():
+        model, loading = kind.from_pretrained(
+            None,
+            config=config_kind(**config),
+            state_dict=tensors,
+            dtype=dtype or description.dtype,
+            output_loading_info=True,
+        )
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not loading[fault], f"{fault}: {loading[fault]}"
     return model.to(device).eval()
