@@ -23,7 +23,7 @@ LAYER_FLOORS = [
     {"projection"},
     {"attention", "mlp"},
     {"layer"},
-    {"specs"},
+    {"annealing", "specs"},
     {"__init__"},
 ]
 
