@@ -1,0 +1,180 @@
+"""A Megatron checkpoint's loss: that of plain PyTorch, and the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.boost.evaluation.evaluate import Request
+from megatron.boost.evaluation.tokens import TokensInMemory, segments
+from tests.evaluation.test_tokens import indexed
+from tests.support.distributed import run_ranks
+from tests.support.evaluated import (
+    canonical_of_stock,
+    evaluate_in_turn,
+    mean_loss,
+    nats_of_plain,
+    plain_model,
+    save_checkpoints,
+)
+from tests.support.plain_llama import Lax, PlainLlama
+from tests.support.small_tokenizer import VOCABULARY_SIZE, save_small_tokenizer
+
+UNTIED = "--untie-embeddings-and-output-weights"
+RUNS = {
+    "cola": f"--low-rank-arch cola --low-rank-ranks q=6,down=10 {UNTIED}",
+    "lax": "--low-rank-arch lax --lax-base svd",
+    "dense": "--low-rank-arch dense",
+    "none": f"--low-rank-arch none {UNTIED}",
+}
+"""Tied and untied; with 280 tokens the vocabulary is padded, and at TP 2 otherwise than at 1."""
+TEXT = "the quick brown fox jumps over the lazy dog. " * 3 + "añ — 名字 and the dog\n"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2, "rows": 3},
+    "dp2": {"rows": 2},
+}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    folder: Path
+    tokenizer: Path
+    text: Path
+    data: str
+    ids: list[int]
+    documents: list[list[int]]
+    weights: dict[str, dict[str, torch.Tensor]]
+
+    def request(self, name: str, **more: Any) -> Request:
+        source = {} if "data" in more else {"text": (self.text,)}
+        return Request(load=self.folder / name, device="cpu", **source, **more)
+
+    def plain(self, name: str) -> PlainLlama:
+        weights = self.weights[name]
+        if name == "none":
+            weights = canonical_of_stock(weights)
+        settings: dict[str, Any] = {
+            "cola": {
+                "arch": "cola",
+                "rank": 8,
+                "ranks": {"q_proj": 6, "down_proj": 10},
+                "mlp": "product",
+            },
+            "lax": {"arch": "cola", "rank": 8, "act": "identity", "lax": Lax(), "tied": True},
+            "dense": {"arch": "dense", "tied": True},
+            "none": {"arch": "dense"},
+        }[name]
+        return plain_model(weights, VOCABULARY_SIZE, **settings)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tokenizer = save_small_tokenizer(folder / "tokenizer")
+    (weights,) = run_ranks(
+        save_checkpoints, 1, RUNS, folder / "tokenizer", folder, init_process_group=False
+    )
+    text = folder / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    ids = tokenizer(TEXT)["input_ids"]
+    documents = [
+        [*tokenizer(part)["input_ids"], tokenizer.eos_token_id]
+        for part in ("the quick brown fox", "a", "jumps over the lazy dog " * 5)
+    ]
+    data = indexed(folder / "data", [[document] for document in documents])
+    eos = tokenizer.eos_token_id
+    yield Checkpoints(folder, folder / "tokenizer", text, data, [eos, *ids], documents, weights)
+
+
+@pytest.fixture(scope="module")
+def alone(made: Checkpoints) -> dict[str, dict[str, Any]]:
+    requests = {
+        **{name: made.request(name) for name in RUNS},
+        "stride": made.request("cola", window=11, stride=4),
+        "joined": made.request("cola", data=made.data),
+        "separate": made.request("cola", data=made.data, documents="separate", rows=3),
+        "step": made.request("cola", step=2, window=48),
+    }
+    (results,) = run_ranks(evaluate_in_turn, 1, list(requests.values()), init_process_group=False)
+    return dict(zip(requests, results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_loss_is_that_of_plain_pytorch(
+    made: Checkpoints, alone: dict[str, dict[str, Any]], name: str
+) -> None:
+    expected, count = mean_loss(nats_of_plain(made.plain(name)), made.ids, 24)
+    found = alone[name]
+
+    assert found["loss_nats_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
+    assert found["tokens"] == count == len(made.ids) - 1
+    assert found["text_bytes"] == len(TEXT.encode())
+    bits = expected * count / np.log(2) / len(TEXT.encode())
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert (found["window_tokens"], found["stride_tokens"]) == (24, 24)
+
+
+@pytest.mark.slow
+def test_windows_that_overlap_and_documents(
+    made: Checkpoints, alone: dict[str, dict[str, Any]]
+) -> None:
+    nats = nats_of_plain(made.plain("cola"))
+    expected, _ = mean_loss(nats, made.ids, 11, 4)
+    assert alone["stride"]["loss_nats_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert alone["stride"]["tokens"] == len(made.ids) - 1
+
+    whole, _ = mean_loss(nats, made.ids, 48)
+    assert alone["step"]["loss_nats_per_token"] == pytest.approx(whole, rel=1e-5)
+
+    eos = made.documents[0][-1]
+    joined, count = mean_loss(nats, [eos, *sum(made.documents, [])], 24)
+    assert alone["joined"]["loss_nats_per_token"] == pytest.approx(joined, rel=1e-5)
+    assert alone["joined"]["tokens"] == count == sum(map(len, made.documents))
+    assert alone["joined"]["text_bytes"] == len("the quick brown fox" + "a") + 24 * 5
+
+    apart = [mean_loss(nats, [eos, *document], 24) for document in made.documents]
+    total = sum(loss * size for loss, size in apart)
+    assert alone["separate"]["tokens"] == count
+    assert alone["separate"]["loss_nats_per_token"] == pytest.approx(total / count, rel=1e-5)
+    assert alone["separate"]["text_bytes"] == alone["joined"]["text_bytes"]
+    assert alone["separate"]["loss_nats_per_token"] != alone["joined"]["loss_nats_per_token"]
+
+
+@pytest.mark.slow
+def test_every_layout_gives_the_same(made: Checkpoints, alone: dict[str, dict[str, Any]]) -> None:
+    """Windows that ranks do not share evenly, of a length that TP does not divide, micro-batches
+    that are not full."""
+    cases = {
+        (name, layout): made.request(name, **sizes)
+        for name in RUNS
+        for layout, sizes in LAYOUTS.items()
+    }
+    cases |= {
+        ("stride", layout): replace(made.request("cola", window=11, stride=4), **sizes)
+        for layout, sizes in LAYOUTS.items()
+    }
+    cases["separate", "dp2"] = made.request("cola", data=made.data, documents="separate")
+    results = run_ranks(evaluate_in_turn, 2, list(cases.values()), init_process_group=False)
+    for (name, layout), *found in zip(cases, *results, strict=True):
+        for one in found:
+            message = f"{name} {layout}"
+            for key in ("tokens", "text_bytes", "windows", "documents"):
+                assert one[key] == alone[name][key], message
+            assert one["loss_nats_per_token"] == pytest.approx(
+                alone[name]["loss_nats_per_token"], rel=1e-6
+            ), message
+
+
+def test_nothing_predicts_the_first_token_without_a_begin(made: Checkpoints) -> None:
+    stream = TokensInMemory([np.array(made.ids)])
+    (part,) = segments(stream, "joined", None, None)
+    assert part.prefix is None
