@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None) -> None:
             step=args.ckpt_step,
             hf=args.hf,
             data=args.data,
+            split=args.split,
             text=tuple(args.text or ()),
             tokenizer_model=args.tokenizer_model,
             window=args.seq_length,
@@ -62,6 +63,12 @@ def _parser() -> ToolParser:
     data.add_argument("--data", metavar="PREFIX", help="a data set: PREFIX.bin and PREFIX.idx")
     data.add_argument(
         "--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files, one document each"
+    )
+    parser.add_argument(
+        "--split",
+        metavar="A,B,C",
+        help="measure the validation part of the data set, as training with this --split takes it "
+        "(all of it)",
     )
     parser.add_argument(
         "--ckpt-step", type=whole_number(1), metavar="N", help="the iteration to load (the last)"

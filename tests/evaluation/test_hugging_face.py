@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron.boost.evaluation.evaluate import Request, evaluate
 from megatron.boost.evaluation.of_hugging_face import load_folder
 from tests.support.distributed import run_ranks
 from tests.support.evaluated import evaluate_in_turn, mean_loss
-from tests.support.small_tokenizer import VOCABULARY_SIZE, save_small_tokenizer
+from tests.support.small_tokenizer import save_small_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 3 + "añ — 名字 and the dog\n"
 
 
-def save_small_llama(folder: Path, **more: Any) -> LlamaForCausalLM:
-    """A random LLaMA whose blocks matter to its loss."""
+def save_small_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, **more: Any) -> None:
+    """A random LLaMA for a tokenizer, whose blocks matter to its loss."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -32,18 +33,17 @@ def save_small_llama(folder: Path, **more: Any) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=48,
         initializer_range=0.2,
+        eos_token_id=None,
         **more,
     )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = save_small_tokenizer(folder, begins_with="<s>")
-    save_small_llama(folder, bos_token_id=tokenizer.bos_token_id, eos_token_id=0)
+    save_small_llama(folder, tokenizer)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
 

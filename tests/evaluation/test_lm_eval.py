@@ -88,9 +88,7 @@ def test_both_find_the_same(tmp_path: Path, begins_with: str | None) -> None:
 
     folder = tmp_path / "llama"
     tokenizer = save_small_tokenizer(folder, begins_with=begins_with)
-    save_small_llama(
-        folder, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
-    )
+    save_small_llama(folder, tokenizer)
     text = tmp_path / "text.txt"
     # datasets strips the ends of a document.
     text.write_text(TEXT.strip(), encoding="utf-8")

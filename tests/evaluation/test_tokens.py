@@ -134,3 +134,40 @@ def test_data_that_is_not_there_or_damaged_is_refused(tmp_path: Path) -> None:
     Path(f"{prefix}.idx").write_bytes(b"MMIDIDX")
     with pytest.raises(ValueError, match=f"--data {prefix}: cannot be read"):
         IndexedTokens(prefix)
+
+
+def test_the_validation_part_is_the_one_that_training_takes(tmp_path: Path) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    # Each document is its number, as often as that.
+    prefix = indexed(tmp_path / "data", [[[number] * number] for number in range(1, 40)])
+    null = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=100)
+    for split in ("90,10,0", "60,25,15", "98,2,0"):
+        config = GPTDatasetConfig(
+            random_seed=1,
+            sequence_length=4,
+            blend=([prefix], None),
+            split=split,
+            tokenizer=null,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            path_to_cache=str(tmp_path / "cache"),
+            mid_level_dataset_surplus=0.005,
+        )
+        sizes = [None, None, None]
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        theirs = built[1].indices + 1
+        stream = IndexedTokens(prefix, split)
+        starts = stream.boundaries[:-1].tolist()
+        ours = [int(stream.read(start, start + 1)[0]) for start in starts]
+        assert ours == theirs.tolist()
+        assert np.diff(stream.boundaries).tolist() == ours
+    with pytest.raises(ValueError, match="--split 100,0,0: leaves no document of 39 for validat"):
+        IndexedTokens(prefix, "100,0,0")
+    with pytest.raises(ValueError, match="--split all: is no list of shares"):
+        IndexedTokens(prefix, "all")

@@ -25,7 +25,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = save_small_tokenizer(folder, begins_with="<s>")
-    save_small_llama(folder, bos_token_id=tokenizer.bos_token_id, eos_token_id=None)
+    save_small_llama(folder, tokenizer)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
 

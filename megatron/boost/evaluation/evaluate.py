@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megatron.boost.cpu import megatron_on_cpu, process_group_ended, with_cpu_flags
@@ -63,6 +64,8 @@ class Request:
     """A folder of transformers."""
     data: str | None = None
     """The prefix of a Megatron data set."""
+    split: str | None = None
+    """Megatron's shares of it, of which the validation part is measured; None: all of it."""
     text: tuple[Path, ...] = ()
     """Text files, one document each."""
     tokenizer_model: str | None = None
@@ -254,10 +257,15 @@ def _task(
             f"--stride {stride}: would leave tokens out between windows of {window} "
             f"(--seq-length); nearest legal value: {window}"
         )
+    if request.split is not None and request.data is None:
+        raise ValueError(
+            f"--split {request.split}: is a data set's, and text files are measured whole; nearest "
+            "legal value: leave it out"
+        )
     sizes: list[int] = []
     stream: TokenStream
     if request.data is not None:
-        stream = IndexedTokens(request.data)
+        stream = IndexedTokens(request.data, request.split)
     else:
         needed = required(tokenizer, request.where, request.what)
         stream, sizes = tokens_of_text(request.text, needed)
@@ -267,7 +275,7 @@ def _task(
     windows = cut(parts, window, stride)
     if not windows:
         raise ValueError(
-            f"{request.what}: has {int(stream.boundaries[-1])} tokens, none of which follows "
+            f"{request.what}: has {int(np.ptp(stream.boundaries))} tokens, none of which follows "
             "another one; nearest legal value: a text of two tokens"
         )
     refuse_foreign_tokens(stream, vocab_size, request.what)

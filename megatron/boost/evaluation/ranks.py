@@ -91,6 +91,8 @@ def device_of(asked: str) -> torch.device:
 
 def join_world(device: torch.device) -> None:
     """Make the process group of the ranks that torchrun started; alone, none."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world_size() > 1 and not distributed.is_initialized():
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ class TokenStream(Protocol):
     """Documents one after the other, as one long sequence of tokens."""
 
     boundaries: np.ndarray
-    """Where the documents begin, int64, and at the end the number of tokens: `[documents + 1]`."""
+    """Where the documents begin, int64, and at the end where the last one stops:
+    `[documents + 1]`."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from `start` up to `stop`, int64 `[stop - start]`."""
@@ -56,12 +58,13 @@ class IndexedTokens:
 
     Args:
         prefix: the two files' path without its ending.
+        split: Megatron's `--split`, of which the validation part is taken; None: everything.
 
     Raises:
-        ValueError: if there are no such files, or they cannot be read.
+        ValueError: if there are no such files, they cannot be read, or that part is empty.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, split: str | None = None) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         path = Path(prefix)
@@ -80,7 +83,12 @@ class IndexedTokens:
             raise ValueError(f"--data {prefix}: cannot be read: {failure}") from failure
         lengths = np.asarray(self._data.sequence_lengths, np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self.boundaries = self._starts[np.asarray(self._data.document_indices, np.int64)]
+        documents = np.asarray(self._data.document_indices, np.int64)
+        if split is not None:
+            first, last = _validation_part(split, len(lengths))
+            inside = documents[(first < documents) & (documents < last)]
+            documents = np.array([first, *inside, last])
+        self.boundaries = self._starts[documents]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `TokenStream`."""
@@ -92,6 +100,25 @@ class IndexedTokens:
             parts.append(self._data.get(sequence, offset, end - start))
             start, sequence = end, sequence + 1
         return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _validation_part(split: str, sequences: int) -> tuple[int, int]:
+    """From where to where Megatron's GPT data set of these shares takes the validation part."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}", split) or not re.search("[1-9]", split):
+        raise ValueError(f"--split {split}: is no list of shares; nearest legal value: 98,2,0")
+    part = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))[1] or (0.0, 0.0)
+    first, last = (round(share * float(sequences)) for share in part)
+    if first >= last:
+        raise ValueError(
+            f"--split {split}: leaves no document of {sequences} for validation; nearest legal "
+            "value: leave it out, and all of them are evaluated"
+        )
+    return first, last
 
 
 def tokens_of_text(
@@ -155,9 +182,9 @@ def refuse_foreign_tokens(stream: TokenStream, vocab_size: int, where: str) -> N
         vocab_size: the model's number of tokens.
         where: the flag that names the data, and its value.
     """
-    total = int(stream.boundaries[-1])
-    for start in range(0, total, _TOKENS_AT_A_TIME):
-        part = stream.read(start, min(start + _TOKENS_AT_A_TIME, total))
+    first, last = stream.boundaries[[0, -1]].tolist()
+    for start in range(first, last, _TOKENS_AT_A_TIME):
+        part = stream.read(start, min(start + _TOKENS_AT_A_TIME, last))
         largest, smallest = int(part.max()), int(part.min())
         if largest >= vocab_size or smallest < 0:
             token = largest if largest >= vocab_size else smallest
