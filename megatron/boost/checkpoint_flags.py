@@ -7,14 +7,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from boost_layers.config import LowRankConfig
-from megatron.boost.checkpoint_settings import restored_flags
+from megatron.boost.checkpoint_settings import (
+    FORGOTTEN_FLAGS,
+    restored_flags,
+    restored_megatron_flags,
+)
 from megatron.boost.flags import flags_of, is_given
 from megatron.boost.stored_run import stored_run
 
 
 def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
-    """Our flags for what the checkpoint was trained as. Megatron's `--use-checkpoint-args` restores
-    its own only.
+    """Flags for what the checkpoint was trained as: ours, since Megatron's `--use-checkpoint-args`
+    restores its own only, and those of Megatron's that it forgets.
 
     Args:
         argv: the user's command line.
@@ -38,7 +42,15 @@ def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
         for flag in flags_of(LowRankConfig)
         if is_given(argv, flag.name)
     }
-    return restored_flags(given, run.arguments)
+    given_of_megatron = {
+        name: getattr(arguments, name)
+        for name, flag in FORGOTTEN_FLAGS.items()
+        if is_given(argv, flag)
+    }
+    return [
+        *restored_flags(given, run.arguments),
+        *restored_megatron_flags(given_of_megatron, run.arguments),
+    ]
 
 
 def flags_for_async_save(argv: Sequence[str], arguments: Namespace) -> tuple[list[str], list[str]]:

@@ -30,6 +30,22 @@ _KINDS = ("arch", "lax_base", "act", "mlp", "lax_gate", "lax_norm", "layers")
 
 _RANKS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")
 
+FORGOTTEN_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rope_scaling_factor": "--rope-scaling-factor",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+}
+"""Arguments of Megatron's that change the function and that its `--use-checkpoint-args` does not
+restore, with their flags."""
+
+_FORGOTTEN_DEFAULTS = {
+    "layernorm_epsilon": 1e-5,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+}
+
 
 def check_run(run: StoredRun, low_rank: LowRankConfig, arguments: Namespace) -> None:
     """Raise ValueError for the first size, setting or format by which a checkpoint is none of this
@@ -109,6 +125,27 @@ def restored_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
         value = getattr(then, name)
         if value != LowRankConfig.__dataclass_fields__[name].default:
             flags += [flag_of(name), str(value)]
+    return flags
+
+
+def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
+    """The flags of `FORGOTTEN_FLAGS` that make a run compute what the checkpoint was trained as,
+    those at Megatron's defaults left out.
+
+    Args:
+        given: what the user gave of them, by argument.
+        stored: the arguments that the checkpoint holds.
+
+    Raises:
+        ValueError: for a flag of the user's that contradicts the checkpoint, naming both values.
+    """
+    flags = []
+    for name, flag in FORGOTTEN_FLAGS.items():
+        value = getattr(stored, name, _FORGOTTEN_DEFAULTS[name])
+        if name in given and given[name] != value:
+            raise _contradiction(flag, given[name], value)
+        if name not in given and value != _FORGOTTEN_DEFAULTS[name]:
+            flags += [flag] if value is True else [flag, str(value)]
     return flags
 
 

@@ -8,7 +8,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
+TRUE_VOCABULARY = "true_vocab_size"
+"""The argument in which a run leaves the number of tokens that exist for its checkpoints: Megatron
+stores that of the padded rows."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
         folder: what Megatron saved to.
         step: the iteration asked for; None: the one that the folder's tracker file names.
     """
-    tracker = folder / _TRACKER
+    tracker = folder / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
     if step is None and not tracker.is_file():
         return False
@@ -83,7 +86,7 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
     complete = _iterations(folder, "metadata.json")
     if tracker.is_file() and text != "release" and not text.isdecimal():
         raise ValueError(
-            f"{where}: {_TRACKER} in it names no iteration; nearest legal value: "
+            f"{where}: {TRACKER} in it names no iteration; nearest legal value: "
             f"{_nearest(complete, max(complete, default=0))}, written into that file"
         )
     wanted = int(text) if step is None else step

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.training import pretrain, set_startup_timestamps, training
+from megatron.training import get_args, pretrain, set_startup_timestamps, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 
@@ -31,7 +31,7 @@ from megatron.boost.data import (
     refuse_unsupported_data,
 )
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
-from megatron.boost.stored_run import stored_run
+from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -125,7 +125,8 @@ def train(plan: Plan, started: float | None = None) -> None:
 
 
 class _keeping_model:
-    """Context that remembers the model chunks that `pretrain()` builds and does not return."""
+    """Context that remembers the model chunks that `pretrain()` builds and does not return, and
+    leaves the size of the vocabulary to the checkpoints."""
 
     def __enter__(self) -> list[torch.nn.Module]:
         built: list[torch.nn.Module] = []
@@ -134,6 +135,7 @@ class _keeping_model:
         def keep(*args: Any, **kwargs: Any) -> Any:
             result = setup(*args, **kwargs)
             built.extend(result[0])
+            setattr(get_args(), TRUE_VOCABULARY, true_vocabulary(get_args()))
             return result
 
         self._patch = mock.patch.object(training, "setup_model_and_optimizer", keep)
