@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from boost_layers.config import LowRankConfig
+from megatron.boost.conversion.description import RopeSettings
+from megatron.boost.conversion.exporting import load_as_transformers
 from megatron.boost.evaluation.evaluate import Request
-from megatron.boost.evaluation.tokens import TokensInMemory, segments
 from tests.evaluation.test_tokens import indexed
+from tests.support.checkpoints import description, save_checkpoint
 from tests.support.distributed import run_ranks
 from tests.support.evaluated import (
     canonical_of_stock,
@@ -25,6 +30,7 @@ from tests.support.evaluated import (
 )
 from tests.support.plain_llama import Lax, PlainLlama
 from tests.support.small_tokenizer import VOCABULARY_SIZE, save_small_tokenizer
+from tests.support.tools import load_tool
 
 UNTIED = "--untie-embeddings-and-output-weights"
 RUNS = {
@@ -174,7 +180,56 @@ def test_every_layout_gives_the_same(made: Checkpoints, alone: dict[str, dict[st
             ), message
 
 
-def test_nothing_predicts_the_first_token_without_a_begin(made: Checkpoints) -> None:
-    stream = TokensInMemory([np.array(made.ids)])
-    (part,) = segments(stream, "joined", None, None)
-    assert part.prefix is None
+@pytest.mark.slow
+def test_the_same_checkpoint_generates(
+    made: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, model = made.ids[1:9], made.plain("lax")
+    ids = list(prompt)
+    for _ in range(6):
+        ids.append(int(model(torch.tensor([ids]))[0][0, -1].argmax()))
+    tokenizer = AutoTokenizer.from_pretrained(made.tokenizer)
+    text = tokenizer.decode(prompt)
+    load_tool("generate").main(
+        ["--load", str(made.folder / "lax"), "--prompt", text, "--max-new-tokens", "6"]
+        + ["--device", "cpu", "--ckpt-step", "2"]
+    )
+    assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
+
+
+CONVERTED = {
+    "svd": description(LowRankConfig(arch="svd", rank=8), vocab_size=VOCABULARY_SIZE),
+    "own": description(
+        LowRankConfig(arch="dense"),
+        vocab_size=VOCABULARY_SIZE,
+        tied=True,
+        rope=RopeSettings(theta=5000.0, kind="linear", factor=4.0),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_converted_checkpoints_and_their_exports_have_one_loss(
+    made: Checkpoints, tmp_path: Path
+) -> None:
+    """Those say less of themselves than what a run saves."""
+    requests = []
+    for name, model in CONVERTED.items():
+        save_checkpoint(tmp_path / name, model, megatrons_own=name == "own")
+        shutil.copytree(made.tokenizer, tmp_path / name / "tokenizer")
+        requests.append(
+            Request(
+                load=tmp_path / name, text=(made.text,), device="cpu", window=20, tensor_parallel=2
+            )
+        )
+    results, _ = run_ranks(evaluate_in_turn, 2, requests, init_process_group=False)
+    for name, found in zip(CONVERTED, results, strict=True):
+        model = load_as_transformers(tmp_path / name, dtype=torch.float64)
+
+        @torch.no_grad()
+        def nats(context: list[int], token: int, model: Any = model) -> float:
+            return float(-model(torch.tensor([context])).logits[0, -1].log_softmax(-1)[token])
+
+        expected, count = mean_loss(nats, made.ids, 20)
+        assert found["tokens"] == count
+        assert found["loss_nats_per_token"] == pytest.approx(expected, rel=1e-5), name

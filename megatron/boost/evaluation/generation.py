@@ -197,7 +197,7 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, output: TextIO) -> Any:
     """Writes tokens as text to `output` as soon as they are whole words."""
     from transformers import TextStreamer
 
-    class Writer(TextStreamer):  # type: ignore[misc]
+    class Writer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             output.write(text + "\n" * stream_end)
             output.flush()

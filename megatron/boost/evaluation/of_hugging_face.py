@@ -95,7 +95,8 @@ def load_folder(
         raise ValueError(
             f"{where}: lacks {len(missing)} of the model's tensors, {missing[0]} first"
         )
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    loaded: PreTrainedModel = model.to(device)
+    return loaded.eval()
 
 
 @contextmanager

@@ -33,9 +33,10 @@ from megatron.boost.checkpoint_settings import check_run
 from megatron.boost.evaluation.stored_flags import flags_of_model
 from megatron.boost.evaluation.tokens import TokenStream
 from megatron.boost.evaluation.windows import Batch, Window, batches, share_of
+from megatron.boost.megatron_flags import megatron_parser
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 from megatron.boost.preprocessing.inputs import nearest_path
-from megatron.boost.stored_run import StoredRun, stored_run
+from megatron.boost.stored_run import TRUE_VOCABULARY, StoredRun, stored_run
 
 _DTYPE_FLAGS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
@@ -88,8 +89,6 @@ def _loading(load: Path, step: int | None) -> Namespace:
     """What Megatron's readers of checkpoints look up in its arguments."""
     with refusals_of_megatron():
         argv = ["--load", str(load), *([] if step is None else ["--ckpt-step", str(step)])]
-        from megatron.boost.megatron_flags import megatron_parser
-
         return megatron_parser().parse_args(argv)
 
 
@@ -104,7 +103,7 @@ def vocabulary_of(run: StoredRun, tokenizer_size: int | None) -> int:
         ValueError: if neither says it.
     """
     stored = run.arguments
-    true = getattr(stored, "true_vocab_size", None)
+    true = getattr(stored, TRUE_VOCABULARY, None)
     stated = getattr(stored, "vocab_size", None)
     padded = getattr(stored, "padded_vocab_size", None)
     if true is None and getattr(stored, "tokenizer_type", None) == "NullTokenizer":
