@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from boost_layers.config import LowRankConfig
 
 if TYPE_CHECKING:
+    from boost_layers.annealing import set_activation_amount
     from boost_layers.specs import finish_model, low_rank_spec
 
-__all__ = ["LowRankConfig", "finish_model", "low_rank_spec"]
+__all__ = ["LowRankConfig", "finish_model", "low_rank_spec", "set_activation_amount"]
 
 
 def __getattr__(name: str) -> Any:
     """The functions on first use: they import Megatron, which takes seconds."""
     if name in ("finish_model", "low_rank_spec"):
         return getattr(import_module("boost_layers.specs"), name)
+    if name == "set_activation_amount":
+        return getattr(import_module("boost_layers.annealing"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

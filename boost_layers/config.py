@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
@@ -76,6 +77,10 @@ class LowRankConfig:
     """φ, applied to the latent between the two factors; auto: silu for cola, identity for svd, that
     of the base for lax."""
 
+    act_anneal: int = _flag("--low-rank-act-anneal", 0, metavar="STEPS")
+    """φ grows from the identity to itself over these steps, φ_a(z) = (1 − a)·z + a·φ(z) with
+    a = iteration/STEPS up to 1: for models that start from a dense one. 0: φ from the start."""
+
     mlp: MlpKind = _flag("--low-rank-mlp", "auto")
     """What joins gate and up: swiglu is SiLU(gate)·up, product is gate·up (CoLA's configurations
     from 350M on); auto: product for cola, swiglu for svd and dense, that of the base for lax."""
@@ -141,11 +146,28 @@ class LowRankConfig:
                 f"{flag_of('act')} {self.act}: --low-rank-arch dense has no latent to apply it to; "
                 "nearest legal value: auto"
             )
+        self._check_anneal()
         self._check_idle()
         if self.ranks is not None:
             self._rank_table()
         if self.layers is not None:
             self._layer_range()
+
+    def _check_anneal(self) -> None:
+        """Refuse a number of steps that is none, or that has no φ to grow."""
+        steps = self.act_anneal
+        if type(steps) is not int or steps < 0:
+            nearest = max(0, round(steps)) if math.isfinite(steps) else 0
+            raise ValueError(
+                f"{flag_of('act_anneal')} {steps}: is a number of steps, 0 or more; "
+                f"nearest legal value: {nearest}"
+            )
+        if steps and not (self.low_rank and self.activation != "identity"):
+            instead = "--low-rank-act silu" if self.low_rank else "--low-rank-arch cola"
+            raise ValueError(
+                f"{flag_of('act_anneal')} {steps}: φ of --low-rank-arch {self.arch} is the "
+                f"identity and cannot grow; nearest legal value: 0 (or {instead})"
+            )
 
     def _check_idle(self) -> None:
         """Refuse settings that would be without effect beside the others."""
@@ -219,6 +241,11 @@ class LowRankConfig:
         if self.act != "auto":
             return self.act
         return "silu" if self.base == "cola" else "identity"
+
+    def activation_amount(self, step: int) -> float:
+        """a of φ_a(z) = (1 − a)·z + a·φ(z) in the step that follows `step` finished ones, and in
+        an evaluation after them; 1 without annealing."""
+        return min(1.0, step / self.act_anneal) if self.act_anneal else 1.0
 
     @property
     def mlp_kind(self) -> str:

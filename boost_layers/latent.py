@@ -1,4 +1,4 @@
-"""The latent between two factors: z = φ(Norm(w)), and LaX's crossing from layer to layer.
+"""The latent between two factors: z = φ_a(Norm(w)), and LaX's crossing from layer to layer.
 
 With u = A·x reduced, w = u for CoLA and SVD. LaX (arXiv 2505.21732) joins the same projection of
 consecutive layers, w_l = u_l + G_l(z_{l−1}), and takes a norm over each latent. Under BTP all of
@@ -6,13 +6,16 @@ this is replicated, so it needs no communication: the gradient of z that comes f
 up-projection is all-reduced there, the one that comes from the next layer's gate is complete as it
 is, and both meet in w.
 
+φ_a(y) = (1 − a)·y + a·φ(y) with the activation's amount a, which is 1 but for a model whose φ is
+annealed.
+
 What is kept for backward is w alone: z is computed again by each of its two consumers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentKind:
-    """How z is made of a latent's value v: z = φ(Norm(v/ρ)), for latents of grouped projections
+    """How z is made of a latent's value v: z = φ_a(Norm(v/ρ)), for latents of grouped projections
     side by side. ρ = sqrt(S/d + ε) is that of the norm before the down-projections, where v is not
     divided by it yet, else 1."""
 
@@ -41,28 +44,42 @@ class LatentKind:
     norm: str = "none"
     hidden_size: int = 1
     eps: float = 0.0
+    amount: float = 1.0
+    """a of φ_a(y) = (1 − a)·y + a·φ(y)."""
 
     @property
     def is_plain(self) -> bool:
         """Whether z is v/ρ."""
-        return self.norm == "none" and self.activation == "identity"
+        return self.norm == "none" and set(self._shares) == {"identity"}
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        """The activations that z is the sum of, and how much of each."""
+        if self.activation == "identity" or self.amount == 0.0:
+            return {"identity": 1.0}
+        if self.amount == 1.0:
+            return {self.activation: 1.0}
+        return {"identity": 1.0 - self.amount, self.activation: self.amount}
 
     def open(
         self, v: Tensor, s: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """z, flat, its members one after the other, from v `[n, Σ r_i]` and S `[n, 1]`."""
-        z, _ = ops.latent_epilogue(
-            v,
-            self.ranks,
-            self.activation,
-            statistics=s,
-            hidden_size=self.hidden_size,
-            eps=self.eps,
-            norm=self.norm,
-            weight=weight,
-            bias=bias,
+        z, *more = (
+            ops.latent_epilogue(
+                v,
+                self.ranks,
+                activation,
+                statistics=s,
+                hidden_size=self.hidden_size,
+                eps=self.eps,
+                norm=self.norm,
+                weight=weight,
+                bias=bias,
+            )[0]
+            for activation in self._shares
         )
-        return z
+        return torch.lerp(z, more[0], self.amount) if more else z
 
     def open_backward(
         self,
@@ -73,19 +90,27 @@ class LatentKind:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dv `[n, Σ r_i]`, dS, dγ and dβ of `open`, from dz as flat as z."""
-        dv, _, ds, dweight, dbias = ops.latent_epilogue_backward(
-            dz,
-            self.ranks,
-            self.activation,
-            h=v,
-            statistics=s,
-            hidden_size=self.hidden_size,
-            eps=self.eps,
-            norm=self.norm,
-            weight=weight,
-            bias=bias,
-        )
-        return dv, ds, dweight, dbias
+        total: tuple[Tensor | None, ...] = (None,) * 4
+        for activation, share in self._shares.items():
+            dv, _, *others = ops.latent_epilogue_backward(
+                dz if share == 1.0 else dz * share,
+                self.ranks,
+                activation,
+                h=v,
+                statistics=s,
+                hidden_size=self.hidden_size,
+                eps=self.eps,
+                norm=self.norm,
+                weight=weight,
+                bias=bias,
+            )
+            total = tuple(
+                new if sum_ is None or new is None else sum_ + new
+                for sum_, new in zip(total, (dv, *others), strict=True)
+            )
+        dwhole, ds, dweight, dbias = total
+        assert dwhole is not None
+        return dwhole, ds, dweight, dbias
 
     def members(self, z: Tensor, n: int) -> list[Tensor]:
         """The members `[n, r_i]` of flat z, contiguous."""
@@ -358,9 +383,13 @@ class LayerLatents:
     """The latents of one pass through a layer, in the order in which they arise, each crossed with
     its counterpart in the layer before where there is one."""
 
-    def __init__(self, low_rank: LowRankConfig, previous: Sequence[Latent] | None):
+    def __init__(
+        self, low_rank: LowRankConfig, previous: Sequence[Latent] | None, amount: float = 1.0
+    ):
         self.low_rank = low_rank
         self.previous = previous
+        self.amount = amount
+        """a of φ_a(y) = (1 − a)·y + a·φ(y)."""
         self.current: list[Latent] = []
         self.residual_source: ResidualSource | None = None
         """How the layer's second residual input can be made again, where it is not kept."""
@@ -381,9 +410,10 @@ class LayerLatents:
         """
         ranks = tuple(each.rank for each in factors)
         activation, dtype = self.low_rank.activation, factors[0].B.dtype
-        kind = LatentKind(ranks, activation, hidden_size=reduced.hidden_size, eps=reduced.eps)
+        kind = LatentKind(ranks, activation, amount=self.amount)
+        undivided = replace(kind, hidden_size=reduced.hidden_size, eps=reduced.eps)
         value, statistics = reduced.value, reduced.statistics
-        latent = Latent(value, kind, statistics, kept=kept)
+        latent = Latent(value, undivided, statistics, kept=kept)
         if self.previous is not None:
             if kept is not None and statistics is not None:
                 kept.keep(value)
@@ -392,12 +422,12 @@ class LayerLatents:
             w = cross(latent, before, self.low_rank.lax_gate, gate_weights)
             norms = zip(*(each.norm for each in factors), strict=True)
             weight, bias, *_ = (*(torch.cat(members) for members in norms), None, None)
-            kind = LatentKind(ranks, activation, self.low_rank.lax_norm)
+            kind = replace(kind, norm=self.low_rank.lax_norm)
             latent = Latent(w, kind, None, weight, bias, KeptTokens.of(w, kept))
         elif statistics is not None and (self.low_rank.crossing or value.dtype != dtype):
             # The next layer takes u, and a message wider than the activations is not kept.
             u = divided(latent, dtype, kept)
-            latent = Latent(u, LatentKind(ranks, activation), kept=kept)
+            latent = Latent(u, kind, kept=kept)
         elif kept is not None and not kept.holds:
             kept.keep(value)
         self.current.append(latent)

@@ -75,6 +75,8 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         index = self.layer_number - 1
         self.place = place = LayerPlace(low_rank, index, config.num_layers)
         self.low_rank = place.here
+        self.activation_amount = self.low_rank.activation_amount(0)
+        """a of φ_a(z) = (1 − a)·z + a·φ(z); `boost_layers.annealing` sets it step by step."""
         self.packed_by_stage = low_rank.crossing and layer_number == 1 and place.before is not None
         """Whether the input comes from another stage, with columns for latents."""
         self.packs_for_stage = (
@@ -141,7 +143,7 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         LEDGER.enter_layer()
         projections, attention, mlp = self.projections, self.self_attention, self.mlp
         x, previous = self._arrive(hidden_states, context)
-        latents = LayerLatents(self.low_rank, previous)
+        latents = LayerLatents(self.low_rank, previous, self.activation_amount)
         x = projections.enter(x, convert=self.enters_by_sequence)
 
         x, delta = projections.sublayer(

@@ -166,12 +166,18 @@ def gpt_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlock
     flags that are not part of the transformer's configuration.
 
     Raises:
-        ValueError: for settings or sizes that the layers cannot run; Megatron calls this while it
-            builds the model, when its process groups exist.
+        ValueError: for settings or sizes that the layers cannot run, and for annealing, which
+            needs the training loop; Megatron calls this while it builds the model, when its
+            process groups exist.
     """
     transformer = model_config.transformer
     # The one field of the configuration that Megatron sets from --seed.
     low_rank = settings_from_environment(seed=transformer.inference_sampling_seed)
+    if low_rank.act_anneal:
+        raise ValueError(
+            f"{ENVIRONMENT_VARIABLE}: act_anneal={low_rank.act_anneal}: a spec does not see the "
+            "steps; nearest legal value: 0 (pretrain_gpt.py of this project anneals)"
+        )
     tp_size = transformer.tensor_model_parallel_size
     if projections_class(low_rank) is BtpProjections and tp_size > 1:
         if not transformer.sequence_parallel:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
-from boost_layers.latent import LayerLatents, Reduced, activated
+from boost_layers.latent import LatentKind, LayerLatents, Reduced, activated
 from boost_layers.mappings import (
     as_sequence,
     as_tokens,
@@ -83,14 +83,13 @@ class _RowUp(torch.autograd.Function):
         ctx: Any,
         u: Tensor,
         residual: Tensor | None,
-        activation: str,
+        kind: LatentKind,
         sliced: bool,
         group: dist.ProcessGroup,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        widths = [b.shape[1] for b in weights]
-        z, _ = ops.latent_epilogue(as_tokens(u), widths, activation)
-        ctx.activation, ctx.sliced, ctx.group = activation, sliced, group
+        z = kind.open(as_tokens(u), None, None, None)
+        ctx.kind, ctx.sliced, ctx.group = kind, sliced, group
         ctx.has_residual = residual is not None
         ctx.save_for_backward(u, *weights)
         outputs = []
@@ -111,11 +110,10 @@ class _RowUp(torch.autograd.Function):
         grads = [as_tokens(dy) for dy in dys]
         if ctx.sliced and ctx.group.size() > 1:
             grads = _gather_heads(grads, ctx.group)
-        widths = [b.shape[1] for b in weights]
         dz = ops.up_projection_dgrad(grads, weights)
-        z, _ = ops.latent_epilogue(tokens, widths, ctx.activation)
-        dweights = ops.up_projection_wgrad(grads, z, widths)
-        du, *_ = ops.latent_epilogue_backward(dz, widths, ctx.activation, h=tokens)
+        z = ctx.kind.open(tokens, None, None, None)
+        dweights = ops.up_projection_wgrad(grads, z, ctx.kind.ranks)
+        du, *_ = ctx.kind.open_backward(dz, tokens, None, None, None)
         return du.view(u.shape), dys[0] if ctx.has_residual else None, None, None, None, *dweights
 
 
@@ -134,10 +132,11 @@ def row_up(
     activation: str,
     group: dist.ProcessGroup,
     *,
+    amount: float = 1.0,
     sliced: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Row-parallel up-projections: y_i = Σ_ranks φ(u_i)·B_iᵀ (+ residual).
+    """Row-parallel up-projections: y_i = Σ_ranks φ_a(u_i)·B_iᵀ (+ residual), a = `amount`.
 
     u `[s, b, Σ r_i/T]`, B_i `[o_i, r_i/T]` of the global `[o_i, r_i]` → y_i `[s, b, o_i]` whole, or
     this rank's heads `[s, b, o_i/T]` if `sliced`.
@@ -145,7 +144,8 @@ def row_up(
     Forward: one all-reduce of `[n, o_i]` per projection. Backward: du_i = (dy_i·B_i)∘φ′(u_i) and
     dB_i = dy_iᵀ·φ(u_i) are local; if `sliced`, one all-gather of all dy_i `[n, o_i/T]` first.
     """
-    return _RowUp.apply(u, residual, activation, sliced, group, *weights)
+    kind = LatentKind(tuple(b.shape[1] for b in weights), activation, amount=amount)
+    return _RowUp.apply(u, residual, kind, sliced, group, *weights)
 
 
 class VanillaProjections(nn.Module):
@@ -241,7 +241,15 @@ class VanillaProjections(nn.Module):
             u = latent_shares(activated(latents.next(Reduced(u), factors)), ranks, self.tp_group)
             activation = "identity"
         weights = [each.B for each in factors]
-        return row_up(u, weights, activation, self.tp_group, sliced=sliced, residual=residual)
+        return row_up(
+            u,
+            weights,
+            activation,
+            self.tp_group,
+            amount=latents.amount,
+            sliced=sliced,
+            residual=residual,
+        )
 
 
 def whole_latents(u: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:

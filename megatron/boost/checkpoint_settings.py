@@ -30,6 +30,9 @@ _KINDS = ("arch", "lax_base", "act", "mlp", "lax_gate", "lax_norm", "layers")
 
 _RANKS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")
 
+_SCHEDULES = ("act_anneal",)
+"""Settings that change the function from step to step."""
+
 FORGOTTEN_FLAGS = {
     "layernorm_epsilon": "--norm-epsilon",
     "use_rope_scaling": "--use-rope-scaling",
@@ -62,6 +65,7 @@ def check_run(run: StoredRun, low_rank: LowRankConfig, arguments: Namespace) -> 
             if theirs is not None and ours != theirs:
                 raise _contradiction(f"--{name.replace('_', '-')}", ours, theirs)
     check_settings(run.arguments, low_rank, arguments.hidden_size)
+    _check_annealing(run, low_rank, restarts=run.restarts or arguments.finetune)
     if not (arguments.no_load_optim or arguments.finetune):
         _check_optimizer_format(run, arguments)
 
@@ -121,11 +125,40 @@ def restored_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
         if flag in given_flags and rank != before:
             raise _contradiction(flag, f"rank {rank} of {projection}", f"rank {before}")
     flags = []
-    for name in (*_KINDS, *_RANKS):
+    for name in (*_KINDS, *_RANKS, *_SCHEDULES):
+        if name in _SCHEDULES and name in given:
+            # Whether it agrees depends on the iteration: `check_run` sees.
+            continue
         value = getattr(then, name)
         if value != LowRankConfig.__dataclass_fields__[name].default:
             flags += [flag_of(name), str(value)]
     return flags
+
+
+def _check_annealing(run: StoredRun, low_rank: LowRankConfig, *, restarts: bool) -> None:
+    """Refuse another amount of φ than the checkpoint's. How many steps it grows over is free as
+    long as none was taken, and of no matter when all of them are."""
+    if not hasattr(run.arguments, "low_rank_arch"):
+        return
+    then = _config(run.arguments)
+    before = then.activation_amount(run.iteration)
+    ours = low_rank.activation_amount(0 if restarts else run.iteration)
+    if ours == before:
+        return
+    flag = flag_of("act_anneal")
+    if not restarts:
+        raise _contradiction(flag, low_rank.act_anneal, then.act_anneal)
+    if 0.0 < before < 1.0:
+        raise ValueError(
+            f"{run.where}: is {before:.0%} on the way to its φ ({flag} {then.act_anneal}, "
+            f"iteration {run.iteration}), and a run that starts at iteration 0 cannot begin there; "
+            f"nearest legal value: go on without --finetune to iteration {then.act_anneal} first"
+        )
+    legal = "0" if before == 1.0 else f"{then.act_anneal}"
+    raise ValueError(
+        f"{flag} {low_rank.act_anneal}: begins with {ours:.0%} of φ, but the checkpoint is at "
+        f"{before:.0%}; nearest legal value: {legal}"
+    )
 
 
 def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list[str]:
@@ -153,12 +186,15 @@ def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list
 def settings_checked_on_load(low_rank: LowRankConfig, hidden_size: int) -> Iterator[None]:
     """Context in which Megatron's check of a checkpoint's arguments includes ours: for the
     formats that `stored_run` does not read."""
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing, get_args
 
     upstream = checkpointing.check_checkpoint_args
 
     def check(stored: Namespace, *args: Any, **kwargs: Any) -> None:
         check_settings(stored, low_rank, hidden_size)
+        steps = getattr(stored, "low_rank_act_anneal", 0)
+        if get_args().ckpt_format != "torch_dist" and steps != low_rank.act_anneal:
+            raise _contradiction(flag_of("act_anneal"), low_rank.act_anneal, steps)
         upstream(stored, *args, **kwargs)
 
     with mock.patch.object(checkpointing, "check_checkpoint_args", check):

@@ -30,6 +30,8 @@ def _situations(low_rank: LowRankConfig) -> Iterable[_Idle]:
     if low_rank.arch == "dense":
         where = "on full-rank layers (--low-rank-arch dense)"
         yield _idle(where, _ALL - _OF_DENSE - _LAX, "arch cola")
+    elif low_rank.activation == "identity":
+        yield _idle("where φ is the identity", {"act_anneal"}, "act silu")
     if not low_rank.crossing:
         where = f"without a latent crossing (--low-rank-arch {low_rank.arch})"
         yield _idle(where, _LAX, "arch lax")

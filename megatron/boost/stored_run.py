@@ -24,6 +24,10 @@ class StoredRun:
     """All arguments of that run, as Megatron validated them."""
     optimizer_format: str | None
     """How the state of a distributed optimizer is stored; None: it is not from one."""
+    iteration: int = 0
+    """Finished iterations."""
+    restarts: bool = False
+    """Whether a run that loads it counts from 0 again, whatever its flags."""
 
 
 def stored_run(arguments: Namespace) -> StoredRun | None:
@@ -49,12 +53,18 @@ def stored_run(arguments: Namespace) -> StoredRun | None:
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                state, *_ = checkpointing._load_base_checkpoint(folder, arguments, rank0=True)
+                state, _, release, _ = checkpointing._load_base_checkpoint(
+                    folder, arguments, rank0=True
+                )
         except Exception as failure:  # whatever a damaged file makes the readers raise
             raise ValueError(f"{where}: cannot be read: {failure}") from failure
         metadata = state.get("content_metadata") or {}
         return StoredRun(
-            where, state.get("args", Namespace()), metadata.get("distrib_optim_sharding_type")
+            where,
+            state.get("args", Namespace()),
+            metadata.get("distrib_optim_sharding_type"),
+            iteration=0 if release else state.get("iteration") or 0,
+            restarts=release or flag == "--pretrained-checkpoint",
         )
     return None
 

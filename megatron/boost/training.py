@@ -20,6 +20,7 @@ from megatron.training.config import PretrainConfigContainer
 from boost_layers.carry import width_between_stages
 from boost_layers.communication import LEDGER
 from megatron.boost import communication_report
+from megatron.boost.annealing import annealed_activation
 from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
 from megatron.boost.builder import model_config, true_vocabulary
 from megatron.boost.checkpoint_settings import check_run, settings_checked_on_load
@@ -108,7 +109,7 @@ def train(plan: Plan, started: float | None = None) -> None:
     tp_size = plan.settings.megatron.tensor_model_parallel_size
     checked = settings_checked_on_load(low_rank, hidden_size)
     widened = wide_pipeline_tensor(width_between_stages(low_rank, hidden_size, tp_size))
-    with checked, widened, _keeping_model() as built:
+    with checked, widened, annealed_activation(low_rank), _keeping_model() as built:
         try:
             pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:

@@ -40,6 +40,8 @@ class Case:
     """More fields of `TransformerConfig`."""
     gpt: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `GPTModel`."""
+    activation_amount: float | None = None
+    """How much of φ is applied; None: what the layers begin with."""
 
 
 @contextmanager
@@ -123,6 +125,7 @@ def _build(case: Case) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from boost_layers.annealing import set_activation_amount
     from boost_layers.embedding import fuse_embedding_border
     from boost_layers.specs import low_rank_spec
     from boost_layers.vocabulary import mask_padded_vocabulary
@@ -149,6 +152,8 @@ def _build(case: Case) -> nn.Module:
     mask_padded_vocabulary(model, plain.vocab_size, group)
     if case.fused_embedding:
         fuse_embedding_border(model)
+    if case.activation_amount is not None:
+        set_activation_amount([model], case.activation_amount)
     return model
 
 

@@ -64,7 +64,8 @@ class PlainConfig:
     `rank` is that of q, k, v and o, `mlp_rank` (default: `rank`) that of gate, up and down, and
     `ranks` overrides both for the projections it names. `low_rank_layers` are the first and the
     last low-rank layer, the others being dense with "swiglu" (None: all are low-rank). `act` acts
-    on the latent, and "gelu" is the exact one (erf). `rope_dtype` is the precision of the RoPE
+    on the latent, and "gelu" is the exact one (erf); of it `act_amount` is mixed with the identity.
+    `rope_dtype` is the precision of the RoPE
     angles: float64 is exact, float32 reproduces the rounding of libraries that compute them in
     float32 whatever the model's dtype.
 
@@ -83,6 +84,7 @@ class PlainConfig:
     mlp_rank: int | None = None
     ranks: Mapping[str, int] | None = None
     act: Literal["silu", "gelu", "identity"] = "silu"
+    act_amount: float = 1.0
     mlp: Literal["product", "swiglu"] = "swiglu"
     lax: Lax | None = None
     low_rank_layers: tuple[int, int] | None = None
@@ -152,12 +154,19 @@ class LowRankProjection(nn.Module):
     """`B act(A x)` with `A` [r, in] and `B` [out, r]; with LaX, `B act(Norm(A x + G(before)))`."""
 
     def __init__(
-        self, out_features: int, in_features: int, rank: int, act: str, lax: Lax | None = None
+        self,
+        out_features: int,
+        in_features: int,
+        rank: int,
+        act: str,
+        lax: Lax | None = None,
+        act_amount: float = 1.0,
     ) -> None:
         super().__init__()
         self.A = _unset(rank, in_features)
         self.B = _unset(out_features, rank)
         self.act = ACTIVATIONS[act]
+        self.act_amount = act_amount
         self.lax = lax
         self.z: Tensor
         """The latent of the last forward, which the next layer reads."""
@@ -180,7 +189,7 @@ class LowRankProjection(nn.Module):
         if self.lax is not None:
             assert before is not None
             v = self._norm(v + self._gate(before.z))
-        self.z = self.act(v)
+        self.z = (1 - self.act_amount) * v + self.act_amount * self.act(v)
         return F.linear(self.z, self.B)
 
     def _gate(self, z: Tensor) -> Tensor:
@@ -208,7 +217,9 @@ def _projection(
     if not config.is_low_rank(layer):
         return Weight(out_features, in_features)
     lax = config.lax if layer > 0 and config.is_low_rank(layer - 1) else None
-    return LowRankProjection(out_features, in_features, config.rank_of(name), config.act, lax)
+    return LowRankProjection(
+        out_features, in_features, config.rank_of(name), config.act, lax, config.act_amount
+    )
 
 
 def _apply(projection: nn.Module, x: Tensor, before: nn.Module | None) -> Tensor:

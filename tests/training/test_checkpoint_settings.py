@@ -128,9 +128,51 @@ def test_optimizer_state_that_is_bound_to_its_layout(now: dict[str, Any], refuse
         check_run(run, LowRankConfig(arch="cola"), arguments)
 
 
+@pytest.mark.parametrize(
+    ("then", "iteration", "now", "finetune", "refusal"),
+    [
+        (6, 3, 6, False, None),
+        (6, 3, 9, False, "--low-rank-act-anneal: 9, but the checkpoint was trained with 6"),
+        (6, 3, 0, False, "--low-rank-act-anneal: 0, but the checkpoint was trained with 6"),
+        # Nothing was trained on the schedule yet: its length is free.
+        (6, 0, 9, False, None),
+        (6, 0, 0, False, "--low-rank-act-anneal: 0, but the checkpoint was trained with 6"),
+        (0, 0, 9, False, "--low-rank-act-anneal: 9, but the checkpoint was trained with 0"),
+        # It is over: φ is whole and stays so.
+        (6, 6, 0, False, None),
+        (6, 8, 7, False, None),
+        (6, 8, 9, False, "--low-rank-act-anneal: 9, but the checkpoint was trained with 6"),
+        # A run that starts at iteration 0 with the checkpoint's weights.
+        (6, 3, 6, True, "--load here: is 50% .*6, iteration 3.*without --finetune to .* 6 first"),
+        (6, 8, 0, True, None),
+        (6, 8, 6, True, "--low-rank-act-anneal 6: begins with 0% .*at 100%.*legal value: 0$"),
+        (6, 0, 4, True, None),
+        (6, 0, 0, True, "--low-rank-act-anneal 0: begins with 100% .*at 0%.*legal value: 6$"),
+    ],
+)
+def test_a_checkpoint_is_loaded_with_the_amount_of_activation_that_it_has(
+    then: int, iteration: int, now: int, finetune: bool, refusal: str | None
+) -> None:
+    settings = {"arch": "cola", "act_anneal": then}
+    run = StoredRun("--load here", stored(settings), None, iteration=iteration)
+    arguments = Namespace(**SIZES, no_load_optim=False, finetune=finetune)
+    low_rank = LowRankConfig(arch="cola", act_anneal=now)
+    if refusal is None:
+        check_run(run, low_rank, arguments)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        check_run(run, low_rank, arguments)
+
+
+def test_the_schedule_is_restored_and_one_that_is_given_is_left_to_the_check() -> None:
+    then = stored({"arch": "cola", "act_anneal": 6})
+    assert restored_flags({}, then)[-2:] == ["--low-rank-act-anneal", "6"]
+    assert "--low-rank-act-anneal" not in restored_flags({"act_anneal": 9}, then)
+
+
 FUNCTIONS: list[dict[str, Any]] = [
     {"arch": "dense"},
-    {"arch": "cola", "act": "gelu", "mlp": "swiglu", "rank": 8},
+    {"arch": "cola", "act": "gelu", "mlp": "swiglu", "rank": 8, "act_anneal": 5},
     {"arch": "svd", "ratio": 0.5, "attn_rank": 8, "layers": "1-2"},
     {"arch": "lax", "lax_base": "svd", "lax_gate": "linear", "lax_norm": "rmsnorm"},
     {"arch": "lax", "ranks": "q=8;down=12", "mlp_rank": 24},
@@ -148,15 +190,14 @@ def test_the_restored_flags_make_the_stored_function(then: dict[str, Any]) -> No
 
 def test_every_field_is_a_setting_of_the_function_or_of_the_layout() -> None:
     """A new field must be put on one side."""
-    from megatron.boost.checkpoint_settings import _KINDS, _RANKS
+    from megatron.boost.checkpoint_settings import _KINDS, _RANKS, _SCHEDULES
 
     layout = {"tp", "norm", "grouping", "recompute", "recompute_residual", "recompute_shard"}
     layout |= {"vanilla_attention", "core_attention", "overlap", "seed"}
     fields = {field.name for field in dataclasses.fields(LowRankConfig)}
-    assert fields - {*_KINDS, *_RANKS} <= layout
-    assert {flag_of(name) for name in (*_KINDS, *_RANKS)} <= {
-        f.name for f in flags_of(LowRankConfig)
-    }
+    function = {*_KINDS, *_RANKS, *_SCHEDULES}
+    assert fields - function <= layout
+    assert {flag_of(name) for name in function} <= {f.name for f in flags_of(LowRankConfig)}
 
 
 COLA = "--low-rank-arch cola --low-rank-rank 12 --low-rank-act gelu"

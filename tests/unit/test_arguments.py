@@ -285,6 +285,12 @@ WORDS = [
         "--low-rank-arch lax",
         "--low-rank-arch lax --lax-gate tensor",
     ),
+    Refusal(
+        "--low-rank-arch svd --low-rank-act-anneal 0",
+        "--low-rank-act-anneal: has no effect where φ is the identity",
+        "--low-rank-act silu",
+        "--low-rank-arch svd --low-rank-act silu --low-rank-act-anneal 0",
+    ),
     Refusal(f"{VANILLA} --sequence-parallel", "--sequence-parallel: ", "leave it out", VANILLA, 2),
     Refusal(
         f"{COLA} --core-attention te",

@@ -29,6 +29,31 @@ PROJECTIONS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
             "--low-rank-act silu: --low-rank-arch dense .*nearest legal value: auto$",
             {"arch": "dense", "act": "auto"},
         ),
+        (
+            {"arch": "cola", "act_anneal": -3},
+            "--low-rank-act-anneal -3: .*nearest legal value: 0$",
+            {"arch": "cola", "act_anneal": 0},
+        ),
+        (
+            {"arch": "cola", "act_anneal": 2.6},
+            "--low-rank-act-anneal 2.6: .*nearest legal value: 3$",
+            {"arch": "cola", "act_anneal": 3},
+        ),
+        (
+            {"arch": "svd", "act_anneal": 10},
+            "--low-rank-act-anneal 10: .*svd is the identity.*legal value: 0 .*-act silu",
+            {"arch": "svd", "act": "silu", "act_anneal": 10},
+        ),
+        (
+            {"arch": "lax", "lax_base": "svd", "act_anneal": 10},
+            "--low-rank-act-anneal 10: .*lax is the identity.*legal value: 0 .*-act silu",
+            {"arch": "lax", "act_anneal": 10},
+        ),
+        (
+            {"arch": "dense", "act_anneal": 10},
+            "--low-rank-act-anneal 10: .*dense .*legal value: 0 .*--low-rank-arch cola",
+            {"arch": "cola", "act_anneal": 10},
+        ),
     ],
 )
 def test_refuses_by_flag_and_value_and_names_a_value_that_is_accepted(
@@ -37,6 +62,14 @@ def test_refuses_by_flag_and_value_and_names_a_value_that_is_accepted(
     with pytest.raises(ValueError, match=message):
         LowRankConfig(**settings)
     LowRankConfig(**legal)
+
+
+def test_the_activation_grows_to_its_whole_and_stays() -> None:
+    annealed = LowRankConfig(arch="cola", act_anneal=4)
+    amounts = [annealed.activation_amount(step) for step in (0, 1, 3, 4, 5, 10**6)]
+    assert amounts == [0.0, 0.25, 0.75, 1.0, 1.0, 1.0]
+    assert LowRankConfig(arch="cola").activation_amount(0) == 1.0
+    assert LowRankConfig(arch="svd").activation_amount(0) == 1.0
 
 
 def test_the_nearest_ratio_gives_a_rank_even_in_a_tiny_model() -> None:

@@ -36,6 +36,7 @@ INTERFACE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "--low-rank-recompute-residual": (False, ()),
     "--low-rank-recompute-shard": (False, ()),
     "--low-rank-act": ("auto", ("auto", "silu", "gelu", "identity")),
+    "--low-rank-act-anneal": (0, ()),
     "--low-rank-mlp": ("auto", ("auto", "swiglu", "product")),
     "--low-rank-norm": ("online", ("online", "sync")),
     "--no-low-rank-grouping": (True, ()),
@@ -45,10 +46,7 @@ INTERFACE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "--verbose": (False, ()),
 }
 # They come with the issues that build them: a flag is never accepted and ignored.
-LATER = (
-    "--low-rank-act-anneal",
-    "--low-rank-overlap",
-)
+LATER = ("--low-rank-overlap",)
 
 
 def parser() -> ArgumentParser:
@@ -75,9 +73,10 @@ def test_without_flags_a_config_has_its_defaults(cls: type) -> None:
 @pytest.mark.parametrize("cls", [LowRankConfig, LaunchConfig])
 def test_every_field_is_set_by_its_flag_alone(cls: type) -> None:
     others = {"rank": 7, "attn_rank": 7, "mlp_rank": 7, "ratio": 0.5, "comm_report": "file.json"}
-    others |= {"ranks": "q=7,down=9", "layers": "1-2"}
+    others |= {"ranks": "q=7,down=9", "layers": "1-2", "act_anneal": 7}
     # Settings that mean nothing alone are refused without what they belong to.
     needs = {
+        "act_anneal": {"low_rank_arch": "cola"},
         "lax_base": {"low_rank_arch": "lax"},
         "lax_gate": {"low_rank_arch": "lax"},
         "lax_norm": {"low_rank_arch": "lax"},

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from boost_layers.config import LowRankConfig
 from boost_layers.projection import BtpProjections, FullRankProjections, VanillaProjections
-from boost_layers.specs import ENVIRONMENT_VARIABLE, projections_class, settings_from_environment
+from boost_layers.specs import (
+    ENVIRONMENT_VARIABLE,
+    gpt_spec,
+    projections_class,
+    settings_from_environment,
+)
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, text: str) -> LowRankConfig:
@@ -92,6 +99,13 @@ def test_defaults_fill_what_the_variable_leaves_out(monkeypatch: pytest.MonkeyPa
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parsed(monkeypatch, text)
+
+
+def test_a_spec_cannot_anneal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "arch=cola,act_anneal=10")
+    model = SimpleNamespace(transformer=SimpleNamespace(inference_sampling_seed=1))
+    with pytest.raises(ValueError, match="BOOST_LOW_RANK: act_anneal=10: .*legal value: 0"):
+        gpt_spec(model)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
 from megatron.boost.conversion.byte_size import byte_size
+from megatron.boost.conversion.factorisation_settings import (
+    add_factorisation_flags,
+    factorisation_settings,
+    is_factorisation,
+)
 
 
 def main(argv: Sequence[str] | None) -> None:
@@ -43,10 +48,11 @@ def _import(argv: Sequence[str]) -> None:
     parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="the checkpoint")
     parser.add_argument(
         "--low-rank-arch",
-        choices=("none", "dense"),
-        help="the layers of a dense model: none, Megatron's own (the default where they compute "
-        "it); dense, ours",
+        choices=("none", "dense", "svd", "cola", "lax"),
+        help="what a dense model becomes: none, Megatron's own layers (the default where they "
+        "compute it); dense, ours; svd, cola or lax, low-rank layers by truncated SVD",
     )
+    add_factorisation_flags(parser)
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
@@ -57,25 +63,34 @@ def _import(argv: Sequence[str]) -> None:
 
     from megatron.boost.conversion.checking import check_import
     from megatron.boost.conversion.importing import exact_plan, open_source, write_import
+    from megatron.boost.conversion.low_rank_import import check_factors, low_rank_plan
     from megatron.boost.conversion.mapping_table import import_rows, lines
     from megatron.boost.conversion.output_folder import refuse_occupied
     from megatron.boost.conversion.progress import on_terminal
 
+    refuse_occupied(args.save)
     source = open_source(args.hf, args.trust_pickle)
-    plan = exact_plan(source, args.low_rank_arch)
+    report = None
+    if is_factorisation(args, source.description):
+        plan, report = low_rank_plan(source, factorisation_settings(args))
+    else:
+        plan = exact_plan(source, args.low_rank_arch, args.low_rank_act_anneal)
     result: dict[str, object] = {
         "parameters_source": source.description.parameter_count(),
         "parameters": plan.description.parameter_count(),
         "tensors": len(plan.entries),
         "low_rank_arch": "none" if plan.megatrons_own else plan.description.low_rank.arch,
     }
-    refuse_occupied(args.save)
+    for note in report.notes if report else ():
+        print(note)
     if args.dry_run:
         _print_table(lines(import_rows(plan)), args, result)
         return
     checked: list[float] = []
 
     def check(folder: Path) -> None:
+        if report is not None:
+            check_factors(plan, report, folder)
         checked.append(check_import(plan, folder).difference)
 
     started = time.monotonic()
@@ -84,6 +99,11 @@ def _import(argv: Sequence[str]) -> None:
         print(
             "layers: ours (--low-rank-arch dense), Megatron's own do not compute this rope_scaling"
         )
+    if report is not None:
+        from rich.console import Console
+
+        Console().print(report.table())
+        result |= report.values()
     _finish(args, result, args.save, size, started, checked)
     print(
         f"train on: --load {args.save} --use-checkpoint-args, with the data's and the run's flags"

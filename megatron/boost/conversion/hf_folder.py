@@ -239,7 +239,7 @@ class HfWriter:
         if count == 1:
             self._shard_path(1).rename(self.folder / _SAFE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors"
             self._shard_path(number).rename(self.folder / file)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.boost.conversion.checkpoint_writer import checkpoint_entries, write_checkpoint
 from megatron.boost.conversion.description import EMBEDDING, ModelDescription
+from megatron.boost.conversion.factorisation_settings import annealing_steps
 from megatron.boost.conversion.hf_config import Family, description_from_hf, family_of
 from megatron.boost.conversion.hf_folder import HfReader
 from megatron.boost.conversion.megatron_arguments import arguments_from_description
@@ -139,13 +140,16 @@ def open_source(folder: Path, trust_pickle: bool = False) -> HfSource:
     return HfSource(HfReader(folder, trust_pickle))
 
 
-def exact_plan(source: HfSource, arch: str | None = None) -> ImportPlan:
+def exact_plan(
+    source: HfSource, arch: str | None = None, act_anneal: int | None = None
+) -> ImportPlan:
     """The plan by which every tensor stays as it is.
 
     Args:
         source: a dense LLaMA, or a low-rank model in its own layers.
         arch: "none" or "dense", whose layers a dense LLaMA goes into; None: Megatron's own, except
             where only ours compute the model.
+        act_anneal: the steps over which φ grows, of a model that was exported before it did.
 
     Raises:
         ValueError: for layers that cannot compute the model.
@@ -172,6 +176,7 @@ def exact_plan(source: HfSource, arch: str | None = None) -> ImportPlan:
         make={name: _maker(source, name) for name in names},
         dtypes={name: source.dtype(name) for name in names},
         megatrons_own=own,
+        act_anneal=annealing_steps(description, act_anneal),
     )
 
 

@@ -20,7 +20,7 @@ class Row:
     """One tensor of the target and what it is made of."""
 
     sources: tuple[str, ...]
-    """Each with shape and dtype."""
+    """Each with shape and dtype; none for what the target has and the source has not."""
     target: str
     """With shape and dtype; "-" where the source is not needed."""
     how: str
@@ -36,10 +36,11 @@ def import_rows(plan: ImportPlan) -> list[Row]:
             found = source.entry(name)
             sources.append(_shown(found.name, found.stored_shape, source.dtype(name)))
         exact = all(plan.sources(name) == (name,) for name in entry.canonical)
+        how = "truncated" if names else "new"
         form = source.entry(names[0]).form if len(names) == 1 and exact else entry.form
         place = "" if entry.layer is None else f"[{entry.layer}]"
         target = _shown(f"{entry.name}{place}", entry.shape, plan.dtypes[entry.canonical[0]])
-        rows.append(Row(tuple(sources), target, form if exact else "truncated"))
+        rows.append(Row(tuple(sources), target, form if exact else how))
     for name in source.ignored:
         info = source.reader.tensors[name]
         rows.append(Row((_shown(name, info.shape, info.dtype),), "-", "follows from the others"))
@@ -66,14 +67,14 @@ def export_rows(export: Export) -> list[Row]:
 
 def lines(rows: Sequence[Row]) -> Iterable[str]:
     """The table as text, a line for each source of a target."""
-    shown = [(source, row) for row in rows for source in row.sources]
+    shown = [(source, row) for row in rows for source in row.sources or ("-",)]
     width = max(len(source) for source, _ in shown)
     right = max(len(row.target) for row in rows)
     for source, row in shown:
-        last = source is row.sources[-1]
+        last = not row.sources or source is row.sources[-1]
         target = f"{row.target:<{right}}  {row.how}" if last else ""
         yield f"{source:<{width}}  {'->' if last else ' +'}  {target}".rstrip()
-    sources = {source for source, _ in shown}
+    sources = {source for source, _ in shown if source != "-"}
     targets = {row.target for row in rows if row.target != "-"}
     yield f"{len(sources)} tensors of the source, {len(targets)} of the target"
 

@@ -100,8 +100,8 @@ def description_from_arguments(
         num_kv_heads=arguments.num_query_groups if grouped else heads,
         head_dim=head_dim,
         max_positions=arguments.max_position_embeddings,
-        norm_eps=getattr(arguments, "layernorm_epsilon", None)
-        or getattr(arguments, "norm_epsilon", 1e-5),
+        # Called norm_epsilon up to Megatron 0.16.
+        norm_eps=getattr(arguments, "layernorm_epsilon", getattr(arguments, "norm_epsilon", 1e-5)),
         tied=not getattr(arguments, "untie_embeddings_and_output_weights", False),
         dtype=dtype,
         rope=_rope(arguments),

@@ -82,6 +82,7 @@ def _build(description: ModelDescription, *, own: bool) -> GPTModel:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from boost_layers.annealing import set_activation_amount
     from boost_layers.specs import low_rank_spec
 
     rope = description.rope
@@ -110,7 +111,7 @@ def _build(description: ModelDescription, *, own: bool) -> GPTModel:
         if own
         else low_rank_spec(config, description.low_rank)
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=description.vocab_size,
@@ -122,3 +123,5 @@ def _build(description: ModelDescription, *, own: bool) -> GPTModel:
         rope_scaling_factor=rope.factor,
         seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
     )
+    set_activation_amount([model], description.activation_amount)
+    return model

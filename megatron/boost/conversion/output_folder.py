@@ -11,6 +11,7 @@ from pathlib import Path
 
 def refuse_occupied(folder: Path) -> None:
     """Raise ValueError if `folder` is a file, or a folder with something in it."""
+    folder = folder.absolute()
     if folder.is_file():
         raise ValueError(
             f"{folder}: is a file; nearest legal value: a folder that is not there yet"

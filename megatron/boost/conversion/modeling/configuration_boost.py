@@ -1,5 +1,7 @@
 """The configuration of a low-rank LLaMA: LLaMA's own, and what its factorised projections are."""
 
+from typing import Any, ClassVar
+
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,21 +32,22 @@ class BoostConfig(LlamaConfig):
     """
 
     model_type = "boost"
-    base_model_tp_plan = {}
-    base_model_pp_plan = {}
+    # Those of LLaMA name linear layers that are not there.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = None
+    base_model_pp_plan: ClassVar[dict[str, Any] | None] = None
 
     def __init__(
         self,
-        low_rank_arch="svd",
-        low_rank_act="identity",
-        low_rank_mlp="swiglu",
-        low_rank_ranks=None,
-        low_rank_layers=None,
-        lax_base="cola",
-        lax_gate="tensor",
-        lax_norm="layernorm",
-        activation_amount=1.0,
-        **kwargs,
+        low_rank_arch: str = "svd",
+        low_rank_act: str = "identity",
+        low_rank_mlp: str = "swiglu",
+        low_rank_ranks: dict[str, int] | None = None,
+        low_rank_layers: list[int] | None = None,
+        lax_base: str = "cola",
+        lax_gate: str = "tensor",
+        lax_norm: str = "layernorm",
+        activation_amount: float = 1.0,
+        **kwargs: Any,
     ):
         self.low_rank_arch = low_rank_arch
         self.low_rank_act = low_rank_act
@@ -64,13 +67,13 @@ class BoostConfig(LlamaConfig):
         self.low_rank_ranks = {name: ranks.get(name, quarter) for name in PROJECTIONS}
         super().__init__(**kwargs)
 
-    def is_low_rank(self, layer):
+    def is_low_rank(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has factors."""
         if self.low_rank_layers is None:
             return 0 <= layer < self.num_hidden_layers
         return self.low_rank_layers[0] <= layer <= self.low_rank_layers[1]
 
-    def crosses(self, layer):
+    def crosses(self, layer: int) -> bool:
         """Whether a layer, counted from 0, takes latents from the one before it."""
         return (
             self.low_rank_arch == "lax" and self.is_low_rank(layer) and self.is_low_rank(layer - 1)

@@ -6,9 +6,10 @@ go from layer to layer as further columns of the hidden states.
 """
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -22,7 +23,7 @@ from .configuration_boost import PROJECTIONS, BoostConfig
 LATENT_NORM_EPS = 1e-6
 
 
-def activate(z, kind, amount):
+def activate(z: Tensor, kind: str, amount: float) -> Tensor:
     """(1 − amount)·z + amount·φ(z)."""
     if kind == "identity" or amount == 0.0:
         return z
@@ -30,7 +31,7 @@ def activate(z, kind, amount):
     return grown if amount == 1.0 else torch.lerp(z, grown, amount)
 
 
-def most_balanced(rank):
+def most_balanced(rank: int) -> tuple[int, int]:
     """p and q with p·q = rank, p ≤ q, and the least difference."""
     left = next(p for p in range(math.isqrt(rank), 0, -1) if rank % p == 0)
     return left, rank // left
@@ -40,7 +41,7 @@ class LowRankLinear(nn.Module):
     """y `[…, out]` = B·φ(A·x), x `[…, in]`; where latents cross over, B·φ(Norm(A·x + G(z)))
     with z `[…, rank]` the latent of the same projection in the layer before."""
 
-    def __init__(self, config, size_in, size_out, rank, crosses):
+    def __init__(self, config: BoostConfig, size_in: int, size_out: int, rank: int, crosses: bool):
         super().__init__()
         self.act, self.amount = config.low_rank_act, config.activation_amount
         self.crosses = crosses
@@ -60,14 +61,15 @@ class LowRankLinear(nn.Module):
         if self.norm_kind == "layernorm":
             self.norm_bias = nn.Parameter(torch.empty(rank))
         # The latents before and of this layer, during its forward only.
-        self.previous = self.latent = None
+        self.previous: Tensor | None = None
+        self.latent: Tensor | None = None
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         """Shown in the model's printed form."""
         rank, size_in = self.A.shape
         return f"in={size_in}, rank={rank}, out={self.B.shape[0]}, act={self.act}"
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """CoLA's initialisation of the factors, LaX's of gate and norm."""
         rank, size_in = self.A.shape
         std = (rank * (size_in + self.B.shape[0])) ** -0.25
@@ -85,15 +87,15 @@ class LowRankLinear(nn.Module):
         if self.norm_kind == "layernorm":
             nn.init.zeros_(self.norm_bias)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """`[…, in]` → `[…, out]`."""
         value = F.linear(x, self.A)
-        if self.crosses:
+        if self.previous is not None:
             value = self._norm(value + self._gate(self.previous))
         self.latent = activate(value, self.act, self.amount)
         return F.linear(self.latent, self.B)
 
-    def _gate(self, z):
+    def _gate(self, z: Tensor) -> Tensor:
         if self.gate_kind == "identity":
             return z
         if self.gate_kind == "linear":
@@ -102,7 +104,7 @@ class LowRankLinear(nn.Module):
         folded = z.unflatten(-1, (left, right))
         return (self.gate_left.t() @ folded @ self.gate_right).flatten(-2)
 
-    def _norm(self, value):
+    def _norm(self, value: Tensor) -> Tensor:
         if self.norm_kind == "none":
             return value
         wide = value.float() if value.dtype.itemsize < 4 else value
@@ -118,7 +120,7 @@ class LowRankLinear(nn.Module):
 class BoostDecoderLayer(LlamaDecoderLayer):
     """A LLaMA layer, low-rank where the configuration says so."""
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config: BoostConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.hidden_size = config.hidden_size
         self.crosses = config.crosses(layer_idx)
@@ -134,10 +136,11 @@ class BoostDecoderLayer(LlamaDecoderLayer):
         if config.low_rank_mlp == "product":
             self.mlp.act_fn = nn.Identity()
 
-    def _module_of(self, projection):
-        return self.self_attn if hasattr(self.self_attn, projection) else self.mlp
+    def _module_of(self, projection: str) -> nn.Module:
+        found: nn.Module = self.self_attn if hasattr(self.self_attn, projection) else self.mlp
+        return found
 
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`[b, s, d]` and, where latents cross over, their columns behind it → the same."""
         if not (self.crosses or self.hands_on):
             return super().forward(hidden_states, *args, **kwargs)
@@ -162,7 +165,7 @@ class BoostPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["BoostDecoderLayer"]
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, LowRankLinear):
             module.reset_parameters()
         else:
@@ -172,14 +175,14 @@ class BoostPreTrainedModel(LlamaPreTrainedModel):
 class BoostModel(BoostPreTrainedModel, LlamaModel):
     """The embedding, the layers and the final norm."""
 
-    def __init__(self, config):
+    def __init__(self, config: BoostConfig):
         super().__init__(config)
         self.layers = nn.ModuleList(
             [BoostDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
         )
         self.post_init()
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `LlamaModel`'s; of hidden states that are asked for, latents are left out."""
         output = super().forward(*args, **kwargs)
         states = getattr(output, "hidden_states", None)
@@ -194,7 +197,7 @@ class BoostForCausalLM(BoostPreTrainedModel, LlamaForCausalLM):
 
     config_class = BoostConfig
 
-    def __init__(self, config):
+    def __init__(self, config: BoostConfig):
         super().__init__(config)
         self.model = BoostModel(config)
         self.post_init()
