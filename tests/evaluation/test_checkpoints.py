@@ -38,6 +38,7 @@ RUNS = {
     "lax": "--low-rank-arch lax --lax-base svd",
     "dense": "--low-rank-arch dense",
     "none": f"--low-rank-arch none {UNTIED}",
+    "annealed": "--low-rank-arch cola --low-rank-act-anneal 5",
 }
 """Tied and untied; with 280 tokens the vocabulary is padded, and at TP 2 otherwise than at 1."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 3 + "añ — 名字 and the dog\n"
@@ -76,6 +77,14 @@ class Checkpoints:
             "lax": {"arch": "cola", "rank": 8, "act": "identity", "lax": Lax(), "tied": True},
             "dense": {"arch": "dense", "tied": True},
             "none": {"arch": "dense"},
+            # Two of five steps were made.
+            "annealed": {
+                "arch": "cola",
+                "rank": 8,
+                "mlp": "product",
+                "tied": True,
+                "act_amount": 0.4,
+            },
         }[name]
         return plain_model(weights, VOCABULARY_SIZE, **settings)
 

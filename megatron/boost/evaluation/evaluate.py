@@ -218,7 +218,7 @@ def _evaluate_checkpoint(
             cpu_flags=with_cpu_flags if on_cpu else list,
         )
         rendezvous_alone()
-        model = CheckpointModel(settings, vocab_size)
+        model = CheckpointModel(settings, vocab_size, run.iteration)
         count = _counter(len(model.share_of(task.windows)), on_windows)
         started = time.perf_counter()
         sums = model.nats_of_windows(task.stream, task.windows, count)

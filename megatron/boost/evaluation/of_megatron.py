@@ -24,6 +24,7 @@ from megatron.training.initialize import initialize_megatron, set_jit_fusion_opt
 from megatron.training.training import setup_model_and_optimizer
 from torch import Tensor
 
+from boost_layers.annealing import set_activation_amount
 from boost_layers.carry import width_between_stages
 from boost_layers.validation import nearest_multiple
 from boost_layers.vocabulary import mask_padded_vocabulary
@@ -208,9 +209,14 @@ class CheckpointModel:
     """The model of a Megatron checkpoint with its weights, this rank's part of it.
 
     Making one makes the process group and Megatron's model-parallel groups, on all ranks.
+
+    Args:
+        settings: what `configure` returned.
+        vocab_size: the number of tokens that exist.
+        iteration: the checkpoint's, which decides how far an annealed φ has grown.
     """
 
-    def __init__(self, settings: Settings, vocab_size: int) -> None:
+    def __init__(self, settings: Settings, vocab_size: int, iteration: int) -> None:
         initialize_megatron()
         arguments = settings.megatron
         set_jit_fusion_options(tp_size=arguments.tensor_model_parallel_size)
@@ -223,6 +229,7 @@ class CheckpointModel:
         )
         for chunk in self._chunks:
             chunk.eval()
+        set_activation_amount(self._chunks, settings.low_rank.activation_amount(iteration))
         if settings.low_rank.arch == "none":
             # Megatron gives the padded rows a share of the probability, which would make the loss
             # depend on the tensor-parallel size.
