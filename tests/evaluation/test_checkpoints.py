@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from tests.support.evaluated import (
     mean_loss,
     nats_of_plain,
     plain_model,
+    refusals,
     save_checkpoints,
 )
 from tests.support.plain_llama import Lax, PlainLlama
@@ -116,6 +118,7 @@ def alone(made: Checkpoints) -> dict[str, dict[str, Any]]:
         "joined": made.request("cola", data=made.data),
         "separate": made.request("cola", data=made.data, documents="separate", rows=3),
         "step": made.request("cola", step=2, window=48),
+        "bf16": made.request("dense", dtype="bfloat16"),
     }
     (results,) = run_ranks(evaluate_in_turn, 1, list(requests.values()), init_process_group=False)
     return dict(zip(requests, results, strict=True))
@@ -146,6 +149,10 @@ def test_windows_that_overlap_and_documents(
     expected, _ = mean_loss(nats, made.ids, 11, 4)
     assert alone["stride"]["loss_nats_per_token"] == pytest.approx(expected, rel=1e-5)
     assert alone["stride"]["tokens"] == len(made.ids) - 1
+
+    # In another precision it is the same model.
+    exact, coarse = (alone[name]["loss_nats_per_token"] for name in ("dense", "bf16"))
+    assert exact != coarse == pytest.approx(exact, rel=2e-2)
 
     whole, _ = mean_loss(nats, made.ids, 48)
     assert alone["step"]["loss_nats_per_token"] == pytest.approx(whole, rel=1e-5)
@@ -222,7 +229,9 @@ def test_converted_checkpoints_and_their_exports_have_one_loss(
     made: Checkpoints, tmp_path: Path
 ) -> None:
     """Those say less of themselves than what a run saves."""
-    requests = []
+    # Without a tokenizer nobody knows the text, or what to read before its first token.
+    save_checkpoint(tmp_path / "untold", CONVERTED["svd"])
+    requests = [Request(load=tmp_path / "untold", data=made.data, device="cpu", window=20)]
     for name, model in CONVERTED.items():
         save_checkpoint(tmp_path / name, model, megatrons_own=name == "own")
         shutil.copytree(made.tokenizer, tmp_path / name / "tokenizer")
@@ -231,7 +240,9 @@ def test_converted_checkpoints_and_their_exports_have_one_loss(
                 load=tmp_path / name, text=(made.text,), device="cpu", window=20, tensor_parallel=2
             )
         )
-    results, _ = run_ranks(evaluate_in_turn, 2, requests, init_process_group=False)
+    (untold, *results), _ = run_ranks(evaluate_in_turn, 2, requests, init_process_group=False)
+    assert untold["tokens"] == sum(map(len, made.documents)) - 1
+    assert untold["text_bytes"] is untold["bits_per_byte"] is None
     for name, found in zip(CONVERTED, results, strict=True):
         model = load_as_transformers(tmp_path / name, dtype=torch.float64)
 
@@ -242,3 +253,28 @@ def test_converted_checkpoints_and_their_exports_have_one_loss(
         expected, count = mean_loss(nats, made.ids, 20)
         assert found["tokens"] == count
         assert found["loss_nats_per_token"] == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_what_cannot_be_measured_is_refused_before_any_process_group(made: Checkpoints) -> None:
+    too_large = made.folder / "too-large"
+    data = indexed(too_large, [[[1, VOCABULARY_SIZE]]])
+    tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    cases = [
+        (1, {"name": "cola", "tensor_parallel": 2}, rf"{tp} 2 times {pp} 1: .* value: torchrun --"),
+        (4, {"name": "none", "tensor_parallel": 3}, "does not divide the 4 ranks"),
+        (8, {"name": "none", "tensor_parallel": 8}, rf"{tp} 8: .* 4 attention heads; .* value: 4$"),
+        (4, {"name": "none", "pipeline_parallel": 4}, rf"{pp} 4: .* 2 layers; .* value: 2$"),
+        (4, {"name": "cola", "tensor_parallel": 4}, rf"{tp} 4: .* 2 KV heads; .* value: 2$"),
+        (3, {"name": "cola", "pipeline_parallel": 3}, rf"{pp} 3: .* 2 layers; .* value: 2$"),
+        (1, {"name": "cola", "window": 49}, "--seq-length 49: the model has 48 positions"),
+        (1, {"name": "cola", "step": 7}, "--ckpt-step 7: .*nearest legal value: --ckpt-step 2$"),
+        (1, {"name": "cola", "data": data}, f"--data {data}: has token 280, and the model's are 0"),
+        (1, {"name": "cola/iter_0000002"}, "is one iteration; nearest legal value: .*/cola$"),
+        (1, {"name": "cola", "trust_remote_code": True}, "--trust-remote-code: a Megatron"),
+    ]
+    requests = [(ranks, made.request(**change)) for ranks, change, _ in cases]
+    (said,) = run_ranks(refusals, 1, requests, init_process_group=False)
+    assert len(said) == len(cases)
+    for line, (_, _, expected) in zip(said, cases, strict=True):
+        assert re.search(expected, line), line

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -61,6 +61,20 @@ def evaluate_in_turn(requests: Sequence[Request]) -> list[dict[str, object]]:
         if request.load is not None:
             forget_run()
     return results
+
+
+def refusals(requests: Sequence[tuple[int, Request]]) -> list[str]:
+    """On a rank that has no world yet: what is said of each request when so many ranks make it."""
+    said = []
+    for ranks, request in requests:
+        try:
+            with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):
+                evaluate(request, lambda read, total: None)
+        except ValueError as refusal:
+            said.append(str(refusal))
+        assert not distributed.is_initialized()
+        forget_run()
+    return said
 
 
 def plain_model(weights: dict[str, Tensor], vocab_size: int, **more: Any) -> PlainLlama:
@@ -140,14 +154,3 @@ def nats_of_plain(model: PlainLlama) -> Any:
         return float(-logits.log_softmax(-1)[token])
 
     return nats
-
-
-@contextmanager
-def without_launcher() -> Any:
-    """Context in which this process is no rank of any launcher's."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)

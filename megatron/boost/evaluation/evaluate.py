@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -145,7 +146,7 @@ def _evaluate_folder(
                 "rank, and the text shared out; nearest legal value: 1, or --load with a "
                 "Megatron checkpoint"
             )
-    config = read_config(request.hf, request.trust_remote_code)
+    config = read_config(request.hf, request.trust_remote_code).get_text_config()
     tokenizer = tokenizer_of_folder(request.hf, request.tokenizer_model)
     positions = getattr(config, "max_position_embeddings", None)
     task = _task(
@@ -177,6 +178,8 @@ def _evaluate_checkpoint(
             "leave it out"
         )
     on_cpu = device.type == "cpu"
+    # What Megatron demands for tensor parallelism, before CUDA is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with ExitStack() as stack:
         if on_cpu:
             stack.enter_context(megatron_on_cpu())

@@ -28,7 +28,13 @@ from boost_layers.annealing import set_activation_amount
 from boost_layers.carry import width_between_stages
 from boost_layers.validation import nearest_multiple
 from boost_layers.vocabulary import mask_padded_vocabulary
-from megatron.boost.arguments import Settings, parse, prepare, refusals_of_megatron
+from megatron.boost.arguments import (
+    Settings,
+    has_our_layers,
+    parse,
+    prepare,
+    refusals_of_megatron,
+)
 from megatron.boost.builder import model_config
 from megatron.boost.checkpoint_settings import check_run
 from megatron.boost.evaluation.stored_flags import flags_of_model
@@ -155,8 +161,7 @@ def configure(
     flags = flags_of_model(run.where, stored)
     if dtype is not None:
         flags = [flag for flag in flags if flag not in ("--bf16", "--fp16")] + _DTYPE_FLAGS[dtype]
-    if getattr(stored, "low_rank_arch", "none") == "none":
-        _check_sizes_of_megatron(stored, tp, pp)
+    _check_layout(stored, tp, pp)
     # Sequence parallelism cuts the sequence into tp parts; what is added behind is no window's.
     columns = -(-window // tp) * tp
     positions = max(columns, int(stored.max_position_embeddings))
@@ -180,13 +185,13 @@ def configure(
     return settings
 
 
-def _check_sizes_of_megatron(stored: Namespace, tp: int, pp: int) -> None:
-    """Refuse a layout that does not divide the sizes of Megatron's own layers; ours have checks of
-    their own."""
-    for size, what in (
-        (stored.num_attention_heads, "attention heads"),
-        (stored.ffn_hidden_size, "channels of the MLP"),
-    ):
+def _check_layout(stored: Namespace, tp: int, pp: int) -> None:
+    """Refuse a layout that does not divide the model's sizes. Here they are given and the layout is
+    to be chosen; the checks of training name the sizes."""
+    sizes = [(stored.num_attention_heads, "attention heads")]
+    if has_our_layers(stored) and getattr(stored, "group_query_attention", False):
+        sizes.append((stored.num_query_groups, "KV heads"))
+    for size, what in (*sizes, (stored.ffn_hidden_size, "channels of the MLP")):
         if size % tp:
             raise ValueError(
                 f"--tensor-model-parallel-size {tp}: does not divide the model's {size} {what}; "
@@ -296,16 +301,16 @@ def _forward_step(
     # No mask: core attention is causal by itself, and padding stands behind the tokens.
     output = model(tokens, positions, None, labels=labels if last else None)
     on_window(len(tokens))
-    return output, partial(_sum_of_losses, batch.scored.cuda())
+    return output, partial(_sum_of_losses, batch.scored)
 
 
 def _sum_of_losses(scored: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """For the schedule a loss, which it scales and nobody reads; for us the micro-batch's sums.
 
     Args:
-        scored: bool `[b, s]`.
+        scored: bool `[b, s]`, on the CPU.
         losses: −ln p `[b, s]`, fp32.
     """
-    counted = losses[scored].double()
-    sums = {"nats": counted.sum(), "tokens": int(scored.sum())}
-    return torch.zeros(1, device=losses.device), sums
+    # Selected by where and not by index, which would wait for a GPU.
+    nats = torch.where(scored.to(losses.device), losses.double(), 0.0).sum()
+    return torch.zeros(1, device=losses.device), {"nats": nats, "tokens": int(scored.sum())}
