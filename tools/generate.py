@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
+from megatron.boost.evaluation.folders import require_hugging_face
 from megatron.boost.evaluation.generation import Completion, Sampling, complete, prompts_of
 from megatron.boost.evaluation.of_checkpoint import load_checkpoint, tokenizer_in_checkpoint
 from megatron.boost.evaluation.of_hugging_face import load_folder
@@ -75,6 +76,7 @@ def _load(args: "Namespace") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]
     device = device_of(args.device)
     dtype = None if args.dtype is None else _DTYPES[args.dtype]
     if args.hf is not None:
+        require_hugging_face(args.hf)
         found = tokenizer_of_folder(args.hf, args.tokenizer_model)
         tokenizer = required(found, f"--hf {args.hf}", "--prompt")
         trust = args.trust_remote_code

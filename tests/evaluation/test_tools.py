@@ -154,6 +154,20 @@ def test_wrong_folders_are_refused_by_name(folder: Path, tmp_path: Path) -> None
         evaluate("--hf", tmp_path, *text)
 
 
+def test_wrong_folders_generate_nothing(folder: Path, tmp_path: Path) -> None:
+    prompt = ["--prompt", "the", "--device", "cpu"]
+    for argv, refusal in (
+        (["--load", tmp_path / "none"], "--load .*none: no such folder"),
+        (["--load", folder], f"--load .*: is a Hugging Face folder; .* value: --hf {folder}"),
+        (["--load", tmp_path], f"--load {tmp_path}: .*holds no checkpoint"),
+        (["--hf", tmp_path], f"--hf {tmp_path}: has no config.json"),
+        (["--hf", folder, "--tokenizer-model", tmp_path], "--tokenizer-model .*: no Hugging Face"),
+        (["--hf", folder, "--top-p", 2], "--top-p 2.0: nearest legal value: 1.0"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            generate(*argv, *prompt)
+
+
 def test_one_process_generates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="torchrun --nproc-per-node 2: one process generates"):

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.exporting import load_as_transformers
-
+from megatron.boost.evaluation.folders import require_checkpoint
+from megatron.boost.evaluation.of_hugging_face import quiet_transformers
 from megatron.boost.evaluation.tokenizers import tokenizer_of_checkpoint
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ def load_checkpoint(
     Raises:
         ValueError: if there is no such checkpoint, or it cannot be read.
     """
-    model: PreTrainedModel = load_as_transformers(load, dtype=dtype, device=device, step=step)
-    return model.eval()
+    with quiet_transformers():
+        return load_as_transformers(load, dtype=dtype, device=device, step=step)
 
 
 def tokenizer_in_checkpoint(
@@ -41,4 +43,9 @@ def tokenizer_in_checkpoint(
     Raises:
         ValueError: if there is no such checkpoint, or its tokenizer is not where it should be.
     """
-    return tokenizer_of_checkpoint(load, CheckpointReader(load, step).arguments, given)
+    require_checkpoint(load)
+    try:
+        stored = CheckpointReader(load, step).arguments
+    except ValueError as refusal:
+        raise ValueError(f"--load {load}: {refusal}") from refusal
+    return tokenizer_of_checkpoint(load, stored, given)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from megatron.boost.evaluation.folders import require_hugging_face
 from megatron.boost.evaluation.windows import batches
-from megatron.boost.preprocessing.inputs import nearest_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,13 +34,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers.configuration_utils import PretrainedConfig
 
     where = f"--hf {folder}"
-    if not folder.is_dir():
-        raise ValueError(f"{where}: no such folder{nearest_path(folder)}")
-    if not (folder / "config.json").is_file():
-        tracker = (folder / "latest_checkpointed_iteration.txt").is_file()
-        hint = f"it is a Megatron checkpoint; nearest legal value: --load {folder}"
-        wanted = "it wants what save_pretrained or an export wrote"
-        raise ValueError(f"{where}: has no config.json; {hint if tracker else wanted}")
+    require_hugging_face(folder)
     try:
         values, _ = PretrainedConfig.get_config_dict(str(folder), local_files_only=True)
         if "auto_map" in values and not trust_remote_code:

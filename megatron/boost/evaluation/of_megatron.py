@@ -37,12 +37,12 @@ from megatron.boost.arguments import (
 )
 from megatron.boost.builder import model_config
 from megatron.boost.checkpoint_settings import check_run
+from megatron.boost.evaluation.folders import require_checkpoint
 from megatron.boost.evaluation.stored_flags import flags_of_model
 from megatron.boost.evaluation.tokens import TokenStream
 from megatron.boost.evaluation.windows import Batch, Window, batches, share_of
 from megatron.boost.megatron_flags import megatron_parser
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
-from megatron.boost.preprocessing.inputs import nearest_path
 from megatron.boost.stored_run import TRUE_VOCABULARY, StoredRun, stored_run
 
 _DTYPE_FLAGS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
@@ -78,12 +78,7 @@ def run_of_checkpoint(load: Path, step: int | None) -> StoredRun:
         ValueError: if there is no such checkpoint.
     """
     where = f"--load {load}"
-    if not load.is_dir():
-        raise ValueError(f"{where}: no such folder{nearest_path(load)}")
-    if load.name.startswith("iter_") and (load / "metadata.json").is_file():
-        raise ValueError(f"{where}: is one iteration; nearest legal value: {load.parent}")
-    if (load / "config.json").is_file():
-        raise ValueError(f"{where}: is a Hugging Face folder; nearest legal value: --hf {load}")
+    require_checkpoint(load)
     run = stored_run(_loading(load, step))
     if run is None:
         raise ValueError(f"{where}: there is no torch_dist checkpoint of Megatron's in it")
