@@ -4,7 +4,8 @@ r"""Let a model go on with a prompt, shown as it comes.
     python tools/generate.py --hf llama/ --prompt "Once upon a time" --top-p 0.9 --temperature 0.8
     python tools/generate.py --hf llama/ < prompt.txt > story.txt
 
-Greedy, unless --top-k, --top-p or --temperature ask for samples.
+Greedy, unless --top-k, --top-p or --temperature ask for samples. Under torchrun the ranks share
+several prompts out, each with the whole model.
 """
 
 import os
@@ -19,14 +20,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
+from megatron.boost.cpu import process_group_ended
 from megatron.boost.evaluation.folders import require_hugging_face
-from megatron.boost.evaluation.generation import Completion, Sampling, complete, prompts_of
+from megatron.boost.evaluation.generation import (
+    Completion,
+    Sampling,
+    complete_all,
+    prompts_of,
+)
 from megatron.boost.evaluation.of_checkpoint import load_checkpoint, tokenizer_in_checkpoint
 from megatron.boost.evaluation.of_hugging_face import load_folder
 from megatron.boost.evaluation.ranks import (
     device_of,
+    join_world,
     notices_kept_away,
     one_refusal,
+    rank,
     world_size,
 )
 from megatron.boost.evaluation.tokenizers import required, tokenizer_of_folder
@@ -43,12 +52,6 @@ def main(argv: Sequence[str] | None) -> None:
     """Run the tool with `argv`, or the command line when it is None."""
     with one_refusal():
         args = _parser().parse_args(argv)
-        if world_size() > 1:
-            raise ValueError(
-                f"torchrun --nproc-per-node {world_size()}: one process generates; nearest legal "
-                "value: python tools/generate.py, with --dtype bfloat16 for a model that is too "
-                "large for its device"
-            )
         sampling = Sampling(
             max_new_tokens=args.max_new_tokens,
             top_k=args.top_k,
@@ -59,16 +62,17 @@ def main(argv: Sequence[str] | None) -> None:
         prompts = prompts_of(args.prompt, args.prompt_file, sys.stdin)
         with notices_kept_away(args.verbose):
             model, tokenizer = _load(args)
+            if world_size() > 1:
+                # What the ranks send each other is text.
+                join_world(torch.device("cpu"))
         done: list[Completion] = []
         try:
-            for prompt in prompts:
-                if done:
-                    print()
-                done.append(complete(model, tokenizer, prompt, sampling, sys.stdout))
+            with process_group_ended():
+                done = complete_all(model, tokenizer, prompts, sampling, sys.stdout)
         except BrokenPipeError:
             # Who reads has enough, as `head` does. Python would complain once more on exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if args.json is not None:
+    if rank() == 0 and args.json is not None:
         write_json(args.json, _as_flat_dict(done))
 
 
@@ -106,7 +110,10 @@ def _as_flat_dict(done: Sequence[Completion]) -> dict[str, object]:
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("Let a model go on with a prompt, shown as it comes.")
+    parser = ToolParser(
+        "Let a model go on with a prompt, shown as it comes. Under torchrun the ranks share out "
+        "several prompts, each with the whole model."
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
     model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")

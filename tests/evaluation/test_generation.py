@@ -14,8 +14,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron.boost.evaluation.generation import Completion, Sampling, complete, prompts_of
+from megatron.boost.evaluation.generation import (
+    Completion,
+    Sampling,
+    complete,
+    complete_all,
+    prompts_of,
+)
 from tests.evaluation.test_hugging_face import save_small_llama
+from tests.support.distributed import run_ranks
 from tests.support.small_tokenizer import save_small_tokenizer
 
 PROMPT = "the quick brown"
@@ -220,3 +227,34 @@ def test_what_a_prompt_cannot_be(model: LlamaForCausalLM, folder: Path, tmp_path
     with pytest.raises(ValueError, match="the tokenizer makes token 5.., and the model's are 0 to"):
         complete(model, empty, "<299>", Sampling(), io.StringIO())
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 281
+
+
+PROMPTS = ["the quick", "brown fox", "the lazy dog", "jumps"]
+
+
+def all_completed(folder: Path) -> tuple[list[str], str]:
+    """On a rank: the texts that it knows, and what it wrote."""
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    output = io.StringIO()
+    sampling = Sampling(max_new_tokens=6, temperature=0.2)
+    done = complete_all(model, tokenizer, PROMPTS, sampling, output)
+    return [one.text for one in done], output.getvalue()
+
+
+def test_ranks_share_the_prompts_and_the_first_one_speaks(folder: Path) -> None:
+    texts, written = all_completed(folder)
+    assert len(set(texts)) == len(PROMPTS)
+    assert written.startswith(PROMPTS[0] + texts[0] + "\n\n" + PROMPTS[1])
+    first, second, third = run_ranks(all_completed, 3, folder)
+    assert first == (texts, written)
+    assert (second, third) == ((texts[1:2], ""), (texts[2:3], ""))
+
+
+def test_no_prompt_is_begun_before_all_are_found_good(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    output = io.StringIO()
+    with pytest.raises(ValueError, match="--prompt: has .* tokens"):
+        complete_all(model, tokenizer, ["the quick", "zzzz" * 48], Sampling(), output)
+    assert output.getvalue() == ""

@@ -166,9 +166,3 @@ def test_wrong_folders_generate_nothing(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=refusal):
             generate(*argv, *prompt)
-
-
-def test_one_process_generates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="torchrun --nproc-per-node 2: one process generates"):
-        generate("--hf", folder, "--prompt", "the")

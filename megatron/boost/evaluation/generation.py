@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from unittest import mock
 
 import torch
+from torch import distributed
 
 from megatron.boost.evaluation.of_hugging_face import quiet_transformers
 from megatron.boost.preprocessing.inputs import nearest_path
@@ -127,16 +129,13 @@ def complete(
 ) -> Completion:
     """Generate what follows a prompt, and write both to `output` while it comes.
 
-    Uses the model's KV cache. The prompt is encoded with the special tokens that the tokenizer puts
-    before a text, and none after it. Ends at the model's positions at the latest.
+    Uses the model's KV cache. Ends at the model's positions at the latest.
 
     Raises:
-        ValueError: for a prompt without tokens, with tokens that the model does not have, or
-            as long as the model's positions.
+        ValueError: as `tokens_of_prompt`.
     """
-    ids = _prompt_ids(tokenizer, prompt)
-    room = _room(model, ids)
-    settings = sampling.for_model(model, room)
+    ids = tokens_of_prompt(model, tokenizer, prompt)
+    settings = sampling.for_model(model, _room(model, ids))
     inputs = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
     started = time.perf_counter()
@@ -161,8 +160,16 @@ def complete(
     )
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The prompt's tokens, without what the tokenizer would put behind a whole text."""
+def tokens_of_prompt(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
+) -> list[int]:
+    """The prompt's tokens, with the special ones that the tokenizer puts before a text, and none of
+    those that it would put behind.
+
+    Raises:
+        ValueError: for a prompt without tokens, with tokens that the model does not have, or as
+            long as the model's positions.
+    """
     ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     plain: list[int] = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     for start in range(len(ids) - len(plain) + 1):
@@ -171,26 +178,25 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
             break
     if not ids:
         raise ValueError(f"--prompt {prompt!r}: has no tokens; nearest legal value: a word")
-    return ids
-
-
-def _room(model: PreTrainedModel, ids: list[int]) -> int:
-    """How many tokens the model has positions for behind the prompt's."""
     vocab_size = model.config.vocab_size
     if max(ids) >= vocab_size:
         raise ValueError(
             f"--prompt: the tokenizer makes token {max(ids)}, and the model's are 0 to "
             f"{vocab_size - 1}; nearest legal value: --tokenizer-model with the model's own"
         )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
-        return sys.maxsize
-    if len(ids) >= positions:
+    if _room(model, ids) < 1:
+        positions = model.config.max_position_embeddings
         raise ValueError(
             f"--prompt: has {len(ids)} tokens, and the model {positions} positions; nearest legal "
             f"value: {positions - 1} tokens"
         )
-    return int(positions) - len(ids)
+    return ids
+
+
+def _room(model: PreTrainedModel, ids: list[int]) -> int:
+    """How many tokens the model has positions for behind the prompt's."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return sys.maxsize if positions is None else int(positions) - len(ids)
 
 
 def _streamer(tokenizer: PreTrainedTokenizerBase, output: TextIO) -> Any:
@@ -204,6 +210,49 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, output: TextIO) -> Any:
 
     # The prompt passes through it as well: what follows is decoded as its continuation.
     return Writer(tokenizer, skip_special_tokens=True)
+
+
+def complete_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    output: TextIO,
+) -> list[Completion]:
+    """Complete prompts, with a blank line between them. Ranks share them out, each with the whole
+    model: the text is that of one process, since every prompt is sampled from the seed.
+
+    The first rank writes: its own prompts as they come, the others' when they are finished. Every
+    rank must call it, with the same prompts; the group's backend must take tensors of the CPU.
+
+    Returns:
+        on the first rank all completions, in order; on the others their own.
+
+    Raises:
+        ValueError: as `tokens_of_prompt`, before anything is written.
+    """
+    for prompt in prompts:
+        tokens_of_prompt(model, tokenizer, prompt)
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    rank = distributed.get_rank() if ranks > 1 else 0
+    done = []
+    for number, prompt in enumerate(prompts):
+        owner = number % ranks
+        if rank == 0 and number:
+            output.write("\n")
+        if owner == rank == 0:
+            done.append(complete(model, tokenizer, prompt, sampling, output))
+        elif owner == rank:
+            text = io.StringIO()
+            done.append(complete(model, tokenizer, prompt, sampling, text))
+            distributed.send_object_list([done[-1], text.getvalue()], dst=0)
+        elif rank == 0:
+            received: list[Any] = [None, None]
+            distributed.recv_object_list(received, src=owner)
+            done.append(received[0])
+            output.write(received[1])
+            output.flush()
+    return done
 
 
 def prompts_of(texts: Sequence[str], files: Sequence[Path], standard_input: TextIO) -> list[str]:
