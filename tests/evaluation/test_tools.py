@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from boost_layers.config import LowRankConfig
 from tests.evaluation.test_hugging_face import TEXT, save_small_llama
-from tests.support.distributed import run_ranks
-from tests.support.evaluated import save_checkpoints
-from tests.support.small_tokenizer import save_small_tokenizer
+from tests.support.checkpoints import description, save_checkpoint
+from tests.support.small_tokenizer import VOCABULARY_SIZE, save_small_tokenizer
 from tests.support.tools import TOOLS, load_tool
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -70,15 +70,9 @@ def test_a_folder_is_measured_and_the_result_written(
 
 @pytest.mark.slow
 def test_under_torchrun_a_checkpoint_is_measured_and_said_once(tmp_path: Path) -> None:
-    save_small_tokenizer(tmp_path / "tokenizer")
-    run_ranks(
-        save_checkpoints,
-        1,
-        {"cola": "--low-rank-arch cola"},
-        tmp_path / "tokenizer",
-        tmp_path,
-        init_process_group=False,
-    )
+    small = description(LowRankConfig(arch="cola", rank=8), vocab_size=VOCABULARY_SIZE)
+    save_checkpoint(tmp_path / "cola", small)
+    save_small_tokenizer(tmp_path / "cola" / "tokenizer")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     result = tmp_path / "result.json"
     process = started(
