@@ -23,7 +23,7 @@ MODEL = (
     f"--group-query-attention --num-query-groups {KV_HEADS} "
     "--seq-length 24 --max-position-embeddings 48 --normalization RMSNorm --norm-epsilon 1e-2 "
     "--swiglu --position-embedding-type rope --rotary-base 500 --disable-bias-linear "
-    "--init-method-std 0.2 --seed 1234 --make-vocab-size-divisible-by 48 --train-iters 2"
+    "--init-method-std 0.2 --seed 1234 --make-vocab-size-divisible-by 64 --train-iters 2"
 ).split()
 """ε and the base of RoPE are none of Megatron's defaults, so a lost one shows."""
 
