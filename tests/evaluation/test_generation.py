@@ -144,7 +144,7 @@ def test_samples_have_the_distribution_of_the_logits(
 
     count = 200
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]] * count)
-    config = Sampling(max_new_tokens=1, **settings).for_model(model, 40)
+    config = Sampling(max_new_tokens=1, **settings).for_model(model, tokenizer, 40)
     torch.manual_seed(0)
     previous, model.generation_config = model.generation_config, config
     try:
@@ -166,6 +166,7 @@ def test_it_ends_at_the_models_end_of_text_and_at_its_positions(
     prompt = tokenizer(PROMPT)["input_ids"]
     third = greedy_ids(model, prompt, 3)[-1]
     own = model.generation_config
+    assert Sampling().for_model(model, tokenizer, 40).eos_token_id == tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=third)
     try:
         found, _ = run(model, tokenizer, max_new_tokens=12)

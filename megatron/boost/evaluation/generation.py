@@ -73,12 +73,15 @@ class Sampling:
         chosen = (self.top_k, self.top_p, self.temperature)
         return self.temperature == 0 or all(value is None for value in chosen)
 
-    def for_model(self, model: PreTrainedModel, room: int) -> GenerationConfig:
+    def for_model(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, room: int
+    ) -> GenerationConfig:
         """These settings for transformers, with the tokens that end a text from the model's own
         generation settings; of those nothing else is taken over, so greedy is greedy.
 
         Args:
             model: the one that is to generate.
+            tokenizer: its EOS ends a text where the model names no token.
             room: how many tokens it has positions for.
         """
         from transformers import GenerationConfig
@@ -86,6 +89,7 @@ class Sampling:
         own = model.generation_config
         eos = own.eos_token_id if own is not None else None
         eos = eos if eos is not None else getattr(model.config, "eos_token_id", None)
+        eos = eos if eos is not None else tokenizer.eos_token_id
         last = eos[0] if isinstance(eos, list) else eos
         pad = own.pad_token_id if own is not None else None
         settings: dict[str, Any] = {
@@ -135,7 +139,7 @@ def complete(
         ValueError: as `tokens_of_prompt`.
     """
     ids = tokens_of_prompt(model, tokenizer, prompt)
-    settings = sampling.for_model(model, _room(model, ids))
+    settings = sampling.for_model(model, tokenizer, _room(model, ids))
     inputs = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
     started = time.perf_counter()
