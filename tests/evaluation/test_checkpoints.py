@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +179,9 @@ def test_every_layout_gives_the_same(made: Checkpoints, alone: dict[str, dict[st
         (name, layout): made.request(name, **sizes)
         for name in RUNS
         for layout, sizes in LAYOUTS.items()
+        if name != "annealed" or layout == "tp2"
     }
-    cases |= {
-        ("stride", layout): replace(made.request("cola", window=11, stride=4), **sizes)
-        for layout, sizes in LAYOUTS.items()
-    }
+    cases["stride", "dp2"] = made.request("cola", window=11, stride=4, rows=2)
     cases["separate", "dp2"] = made.request("cola", data=made.data, documents="separate")
     results = run_ranks(evaluate_in_turn, 2, list(cases.values()), init_process_group=False)
     for (name, layout), *found in zip(cases, *results, strict=True):
