@@ -174,7 +174,11 @@ def restored_megatron_flags(given: Mapping[str, Any], stored: Namespace) -> list
     """
     flags = []
     for name, flag in FORGOTTEN_FLAGS.items():
-        value = getattr(stored, name, _FORGOTTEN_DEFAULTS[name])
+        default = _FORGOTTEN_DEFAULTS[name]
+        if name == "layernorm_epsilon":
+            # Its name in other releases.
+            default = getattr(stored, "norm_epsilon", default)
+        value = getattr(stored, name, default)
         if name in given and given[name] != value:
             raise _contradiction(flag, given[name], value)
         if name not in given and value != _FORGOTTEN_DEFAULTS[name]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,7 @@ from megatron.boost.conversion.mapping_table import export_rows, import_rows, li
 from tests.support.checkpoints import description, save_checkpoint
 from tests.support.distributed import RankFailure, run_ranks
 from tests.support.hf_models import VARIANTS, Variant, save_llama
-from tests.support.tools import load_tool
+from tests.support.tools import TOOLS, load_tool
 
 CONVERT = load_tool("checkpoint/convert")
 
@@ -79,7 +81,11 @@ def test_a_difference_is_not_blessed(llama: Path, tmp_path: Path) -> None:
     logits = checking.source_logits(source, checking.sample_tokens(source.description))
     plan = exact_plan(source)
     for wrong, outcome in ((logits, None), (logits.roll(1, dims=1), "--check: the logits of")):
-        with mock.patch.object(checking, "megatron_logits", return_value=wrong):
+        patches = {
+            "megatron_logits": mock.Mock(return_value=wrong),
+            "CheckpointReader": mock.Mock(),
+        }
+        with mock.patch.multiple(checking, **patches):
             if outcome is None:
                 assert checking.check_import(plan, tmp_path).difference == 0
             else:
@@ -193,3 +199,17 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tokenizer: none was found beside the checkpoint; --tokenizer DIR" in printed.out
     assert "written: " in printed.out
     assert printed.err == ""
+
+
+@pytest.mark.slow
+def test_a_users_terminal_shows_only_what_the_tool_says(llama: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOLS / "checkpoint" / "convert.py"), "import"]
+    arguments = ["--hf", str(llama), "--save", "checkpoint", "--check"]
+    done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [line.partition(" ")[0] for line in done.stdout.splitlines()]
+    assert said == ["logits", "written:", "train"]
+    again = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
+    assert "checkpoint: is there already and not empty; nearest legal value:" in again.stderr

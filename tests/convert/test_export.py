@@ -19,6 +19,8 @@ from tests.support.checkpoints import description, save_checkpoint
 from tests.support.distributed import run_ranks
 from tests.support.hf_models import largest_difference, logits_by_megatron
 
+pytestmark = pytest.mark.slow
+
 LLAMA3 = RopeSettings(kind="llama3", factor=32.0)
 DENSE = LowRankConfig(arch="dense")
 MODELS: dict[str, dict[str, Any]] = {

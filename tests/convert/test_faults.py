@@ -15,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from boost_layers.config import LowRankConfig
 from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.importing import exact_plan, open_source, write_import
+from megatron.boost.conversion.megatron_arguments import (
+    arguments_from_description,
+    description_from_arguments,
+)
 from tests.support.checkpoints import description, save_checkpoint
 from tests.support.hf_models import Variant, change_config, save_llama
 
@@ -175,6 +179,11 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_a_damaged_checkpoint_is_refused_by_name(checkpoint: Path) -> None:
     data = checkpoint / "release" / "__0_2.distcp"
+    reader = CheckpointReader(checkpoint)
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(ValueError, match="decoder.layers.0.* is damaged"):
+        for name in reader.description.tensors():
+            reader.tensor(name)
     truncate(data)
     with pytest.raises(ValueError, match="__0_2.distcp: is truncated"):
         CheckpointReader(checkpoint)
@@ -186,9 +195,42 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoint: Path) -> None:
         CheckpointReader(checkpoint)
     with pytest.raises(ValueError, match="iter_0000007: there is no complete.*complete: release"):
         CheckpointReader(checkpoint, step=7)
-    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
+    tracker = checkpoint / "latest_checkpointed_iteration.txt"
+    tracker.write_text("soon")
+    with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt: names no iteration"):
+        CheckpointReader(checkpoint)
+    tracker.unlink()
     with pytest.raises(ValueError, match="holds no checkpoint"):
         CheckpointReader(checkpoint)
+
+
+OTHER_MODELS = [
+    ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+    ({"swiglu": False}, "--swiglu False"),
+    ({"add_bias_linear": True}, "--disable-bias-linear True"),
+    ({"num_experts": 8}, "--num-experts 8"),
+    ({"qk_layernorm": True}, "--qk-layernorm True"),
+    ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type learned"),
+    ({"low_rank_arch": "dense", "low_rank_mlp": "product"}, "--low-rank-mlp product"),
+    (
+        {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
+        "--rotary-seq-len-interpolation-factor 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), OTHER_MODELS, ids=[each for _, each in OTHER_MODELS]
+)
+def test_a_checkpoint_of_another_model_is_refused_by_flag(
+    change: dict[str, object], message: str
+) -> None:
+    arguments = arguments_from_description(description(LowRankConfig(arch="dense")))
+    sizes = {"vocab_size": 100, "iteration": 0, "dtype": torch.float32}
+    assert description_from_arguments(arguments, **sizes).vocab_size == 100
+    vars(arguments).update(change)
+    with pytest.raises(ValueError, match=message):
+        description_from_arguments(arguments, **sizes)
 
 
 def test_nothing_pickled_in_a_checkpoint_is_executed(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.conversion.checkpoint_reader import CheckpointReader
+from megatron.boost.conversion.checkpoint_writer import write_checkpoint
 from megatron.boost.conversion.description import RopeSettings
 from megatron.boost.conversion.exporting import (
     load_as_transformers,
@@ -22,7 +24,13 @@ from megatron.boost.conversion.exporting import (
 )
 from megatron.boost.conversion.hf_config import description_from_hf
 from megatron.boost.conversion.importing import exact_plan, open_source, write_import
-from tests.support.checkpoints import description, save_checkpoint
+from megatron.boost.conversion.megatron_arguments import (
+    arguments_from_description,
+    known_vocabulary,
+)
+from megatron.boost.conversion.modeling.modeling_boost import activate
+from megatron.boost.conversion.names import megatron_entries
+from tests.support.checkpoints import description, random_tensors, save_checkpoint
 from tests.support.hf_models import (
     VARIANTS,
     Variant,
@@ -128,10 +136,8 @@ def test_a_model_whose_activation_has_not_begun_to_grow_is_linear(tmp_path: Path
     assert largest_difference(hf_logits(load_as_transformers(tmp_path / "grown")), logits[0]) > 0.1
 
 
-def test_an_activation_grows_in_proportion(tmp_path: Path) -> None:
+def test_an_activation_grows_in_proportion() -> None:
     """φ_a(z) = (1 − a)·z + a·φ(z), in the modelling file against arithmetic."""
-    from megatron.boost.conversion.modeling.modeling_boost import activate
-
     z = torch.linspace(-3, 3, 13, dtype=torch.float64)
     silu = z / (1 + torch.exp(-z))
     for amount in (0.0, 0.25, 1.0):
@@ -179,8 +185,6 @@ def test_rows_without_a_token_are_cut_off_by_the_tokenizer(tmp_path: Path) -> No
     save_small_tokenizer(tmp_path / "tokenizer")
     stored = reader.arguments
     del stored.true_vocab_size, stored.vocab_size
-    from megatron.boost.conversion.megatron_arguments import known_vocabulary
-
     assert known_vocabulary(stored, None) is None
     assert known_vocabulary(stored, tmp_path / "tokenizer") == VOCABULARY_SIZE
     reader = CheckpointReader(tmp_path / "checkpoint", vocab_size=VOCABULARY_SIZE)
@@ -197,3 +201,35 @@ def test_a_checkpoint_becomes_a_model_in_memory(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16 and not model.training
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model(sample()).logits.isfinite().all()
+
+
+def test_megatrons_layers_are_read_whether_stacked_or_one_by_one(tmp_path: Path) -> None:
+    """As its default and its heterogeneous checkpoints have them, the norms under their own names
+    or those of Transformer Engine."""
+    model = description(LowRankConfig(arch="dense"))
+    tensors = random_tensors(model)
+    for stacked in (True, False):
+        for other_norms in (False, True):
+            entries = megatron_entries(model, stacked=stacked)
+            if other_norms:
+                entries = [replace(each, name=[each.name, *each.also][-1]) for each in entries]
+            folder = tmp_path / f"{stacked}-{other_norms}"
+            folder.mkdir()
+            write_checkpoint(
+                folder,
+                entries,
+                tensors.__getitem__,
+                dict.fromkeys(tensors, torch.float32),
+                arguments_from_description(model, megatrons_own=True),
+            )
+            reader = CheckpointReader(folder)
+            assert differing({name: reader.tensor(name) for name in tensors}, tensors) == []
+
+
+def test_fused_tensors_want_one_dtype(tmp_path: Path) -> None:
+    model = description(LowRankConfig(arch="dense"))
+    dtypes = dict.fromkeys(model.tensors(), torch.float32)
+    dtypes["decoder.layers.1.self_attention.k_proj.weight"] = torch.bfloat16
+    entries = megatron_entries(model)
+    with pytest.raises(ValueError, match="linear_qkv.weight: is made of tensors of different"):
+        write_checkpoint(tmp_path, entries, lambda name: torch.empty(0), dtypes, Namespace())

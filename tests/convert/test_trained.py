@@ -41,7 +41,7 @@ CASES = {
     "none, tied, llama3": Case(VARIANTS["gqa, tied, llama3"], UNPADDED),
     "none, bf16": Case(VARIANTS["bf16"], f"{UNPADDED} --bf16"),
     "dense, llama3 of factor 32": Case(VARIANTS["llama3 of factor 32"], PADDED),
-    "lax": Case(None, PADDED),
+    "lax": Case(None, f"{PADDED} --use-distributed-optimizer"),
 }
 
 

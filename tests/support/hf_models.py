@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.megatron_model import megatron_logits
 
 LENGTH = 48
@@ -143,7 +144,7 @@ def hf_logits(model: Any, tokens: Tensor | None = None) -> Tensor:
 
 def logits_by_megatron(folders: list[Path]) -> list[Tensor]:
     """Logits of `sample()` by Megatron, of checkpoints; for a rank without a world."""
-    return [megatron_logits(folder, sample()) for folder in folders]
+    return [megatron_logits(CheckpointReader(folder), sample()) for folder in folders]
 
 
 def largest_difference(value: Tensor, reference: Tensor) -> float:

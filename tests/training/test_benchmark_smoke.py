@@ -156,3 +156,15 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     done = run("--device", "cuda", "--tp", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --device cuda: --tp 1 needs as many GPUs")
+
+
+@pytest.mark.slow
+def test_the_conversions_are_measured(tmp_path: Path) -> None:
+    done = run("--quick", "--json", str(tmp_path / "result.json"), script="convert")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    for conversion in ("import", "export", "export_low_rank", "export_merged", "copy"):
+        assert result[f"{conversion}_mb_per_second"] > 0
+        assert result[f"{conversion}_peak_mib"] >= 0
+    assert result["machine_commit"]
+    assert done.stderr == ""

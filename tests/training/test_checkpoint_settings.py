@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 
 from boost_layers.config import LowRankConfig, flag_of
-from megatron.boost.checkpoint_settings import check_run, check_settings, restored_flags
+from megatron.boost.checkpoint_settings import (
+    FORGOTTEN_FLAGS,
+    check_run,
+    check_settings,
+    restored_flags,
+    restored_megatron_flags,
+)
 from megatron.boost.flags import flags_of
 from megatron.boost.stored_run import StoredRun
 from tests.support.distributed import RankFailure, run_ranks
@@ -265,3 +272,29 @@ def test_use_checkpoint_args_refuses_before_anything_is_built(
     ranks = 3 if "3" in flags else 1
     with pytest.raises(RankFailure, match=message):
         run_ranks(train_sizeless, ranks, line.split(), init_process_group=False)
+
+
+def test_what_megatron_forgets_of_a_checkpoint_is_restored() -> None:
+    then = Namespace(
+        layernorm_epsilon=1e-6,
+        use_rope_scaling=True,
+        rope_scaling_factor=32.0,
+        rotary_seq_len_interpolation_factor=None,
+    )
+    restored = restored_megatron_flags({}, then)
+    assert " ".join(restored) == (
+        "--norm-epsilon 1e-06 --use-rope-scaling --rope-scaling-factor 32.0"
+    )
+    assert restored_megatron_flags({"layernorm_epsilon": 1e-6}, then) == restored[2:]
+    assert restored_megatron_flags({}, Namespace(norm_epsilon=1e-6)) == restored[:2]
+    assert restored_megatron_flags({}, Namespace()) == []
+    with pytest.raises(ValueError, match="--norm-epsilon: 1e-05, but the checkpoint .* 1e-06"):
+        restored_megatron_flags({"layernorm_epsilon": 1e-5}, then)
+
+
+def test_megatron_still_forgets_them() -> None:
+    """Once it restores them itself, ours can go."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    source = inspect.getsource(load_args_from_checkpoint)
+    assert [name for name in FORGOTTEN_FLAGS if f"'{name}'" in source] == []

@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     commands = {"import": _import, "export": _export}
     if not argv or argv[0] not in commands:
-        parser = ToolParser(__doc__ or "")
+        parser = ToolParser(
+            "Convert between Hugging Face folders and Megatron checkpoints; `import --help` and "
+            "`export --help` say how."
+        )
         parser.add_argument("command", choices=tuple(commands))
         parser.parse_args(list(argv[:1]))
         return

@@ -6,6 +6,9 @@ own loader finds in the checkpoint, both in fp32 on the CPU.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.exporting import Export, load_as_transformers, transformers_model
 from megatron.boost.conversion.importing import HfSource, ImportPlan
 from megatron.boost.conversion.megatron_model import megatron_logits
 from megatron.boost.conversion.names import hf_entries
+from megatron.boost.conversion.progress import without_bars
+from megatron.boost.quiet import quiet_output
 
 if TYPE_CHECKING:
     from megatron.boost.conversion.description import ModelDescription
@@ -80,6 +86,13 @@ def source_logits(source: HfSource, tokens: Tensor) -> Tensor:
     return logits
 
 
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Context without the notices of Megatron and torch and the progress bars of transformers."""
+    with without_bars(), quiet_output(Path(os.devnull)):
+        yield
+
+
 def check_import(plan: ImportPlan, checkpoint: Path) -> Agreement:
     """Compare a new checkpoint with its source, or where it is another function by intent (a
     truncated model) with what transformers makes of the checkpoint.
@@ -91,8 +104,9 @@ def check_import(plan: ImportPlan, checkpoint: Path) -> Agreement:
         ValueError: for a difference above rounding.
     """
     tokens = sample_tokens(plan.description)
-    result = megatron_logits(checkpoint, tokens)
-    to_source = compare(result, source_logits(plan.source, tokens))
+    with _quiet_libraries():
+        result = megatron_logits(CheckpointReader(checkpoint), tokens)
+        to_source = compare(result, source_logits(plan.source, tokens))
     if plan.exact:
         _refuse_difference(to_source, "the checkpoint", "its source")
     else:
@@ -112,13 +126,12 @@ def check_export(export: Export, folder: Path) -> Agreement:
     from transformers import AutoModelForCausalLM
 
     tokens = sample_tokens(export.description)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=True
-    ).eval()
-    with torch.no_grad():
-        result = model(tokens).logits
-    root, step = export.reader.root, export.reader.iteration or None
-    agreement = compare(result, megatron_logits(root, tokens, step))
+    with _quiet_libraries(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=True
+        )
+        result = model.eval()(tokens).logits
+        agreement = compare(result, megatron_logits(export.reader, tokens))
     if export.exact:
         _refuse_difference(agreement, "the export", "the checkpoint")
     return agreement

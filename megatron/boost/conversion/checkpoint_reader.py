@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -65,6 +64,11 @@ class CheckpointReader:
         self.metadata = self._read_metadata()
         self._refuse_damaged_files()
         self._reader.set_up_storage_reader(self.metadata, True)
+        self._tensors = {
+            name: found
+            for name, found in self.metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
         common = self._common_state()
         if not isinstance(common.get("args"), Namespace):
             raise ValueError(f"{self.folder}: says nothing of the model, it holds no arguments")
@@ -91,17 +95,21 @@ class CheckpointReader:
         """A whole tensor by canonical name, on the CPU, in the dtype that it is stored in and
         without the rows of tokens that do not exist."""
         entry = self._by_canonical[name]
+        if entry.form == "gate over up":
+            rows = entry.shape[0] // len(entry.canonical)
+            return self._read(entry, entry.canonical.index(name) * rows, rows)
         if len(entry.canonical) == 1:
-            return entry.split(self._read(entry))[name]
-        # Its parts are asked for one after the other.
+            return entry.split(self._read(entry, 0, entry.shape[0]))[name]
+        # q, k and v are asked for one after the other.
         key = f"{entry.name} {entry.layer}"
         if self._last[0] != key:
-            self._last = key, entry.split(self._read(entry))
+            self._last = "", {}
+            self._last = key, entry.split(self._read(entry, 0, entry.shape[0]))
         return self._last[1][name]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in, by canonical name."""
-        stored: torch.dtype = self._tensors()[self._by_canonical[name].name].properties.dtype
+        stored: torch.dtype = self._tensors[self._by_canonical[name].name].properties.dtype
         return stored
 
     @property
@@ -113,25 +121,18 @@ class CheckpointReader:
     @property
     def megatrons_own(self) -> bool:
         """Whether the layers are Megatron's own, `--low-rank-arch none`."""
-        return any(name.endswith(_MEGATRONS_OWN) for name in self._tensors())
-
-    def _tensors(self) -> dict[str, TensorStorageMetadata]:
-        return {
-            name: found
-            for name, found in self.metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
+        return any(name.endswith(_MEGATRONS_OWN) for name in self._tensors)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of the model's tensors, the optimizer's left out."""
         return {
             name: tuple(found.size)
-            for name, found in self._tensors().items()
+            for name, found in self._tensors.items()
             if not name.startswith(("optimizer.", "chained_"))
         }
 
     def _stored_dtype(self) -> torch.dtype:
-        found = self._tensors().get(VOCABULARY_TENSORS[0])
+        found = self._tensors.get(VOCABULARY_TENSORS[0])
         return torch.float32 if found is None else found.properties.dtype
 
     def _resolve(self, shapes: dict[str, tuple[int, ...]]) -> list[Entry]:
@@ -154,20 +155,28 @@ class CheckpointReader:
         except ValueError as refusal:
             raise ValueError(f"{self.folder}: {refusal}") from refusal
 
-    def _read(self, entry: Entry) -> Tensor:
-        """The tensor of an entry, of its layer alone where layers are stacked."""
-        stored = self._tensors()[entry.name]
-        offsets = [0] * len(stored.size)
-        sizes = list(entry.stored_shape)
+    def _read(self, entry: Entry, start: int, rows: int) -> Tensor:
+        """Rows of an entry's tensor, of its layer alone where layers are stacked."""
+        stored = self._tensors[entry.name]
+        offsets, sizes = [start, *[0] * (len(entry.shape) - 1)], [rows, *entry.shape[1:]]
         if entry.layer is not None:
-            offsets[0], sizes[0] = entry.layer, 1
+            offsets, sizes = [entry.layer, *offsets], [1, *sizes]
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(entry.name, stored, [chunk])
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise ValueError(f"{self.folder}: {entry.name} is not whole")
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        self._read_data(items, _Into(target))
         return target if entry.layer is None else target[0]
+
+    def _read_data(self, items: list[ReadItem], into: DefaultLoadPlanner) -> None:
+        """Read `items` into what `into` has for them."""
+        try:
+            self._reader.read_data(LoadPlan(items), into).wait()
+        except (RuntimeError, AssertionError, pickle.UnpicklingError) as failure:
+            what = items[0].storage_index.fqn
+            reason = str(failure).partition("\n")[0]
+            raise ValueError(f"{self.folder}: {what} is damaged ({reason})") from failure
 
     def _read_metadata(self) -> Metadata:
         path = self.folder / ".metadata"
@@ -209,17 +218,9 @@ class CheckpointReader:
             index = MetadataIndex(_COMMON)
             origin = torch.Size((0,))
             item = ReadItem(LoadItemType.BYTE_IO, index, origin, index, origin, origin)
-            self._reader.read_data(LoadPlan([item]), into).wait()
+            self._read_data([item], into)
             state = _load_data_only(into.value)[0]
         return state if isinstance(state, dict) else {}
-
-    def objects(self) -> list[str]:
-        """The names of what is stored beside tensors."""
-        return [
-            name
-            for name, found in self.metadata.state_dict_metadata.items()
-            if isinstance(found, BytesStorageMetadata)
-        ]
 
 
 class _DataReader(FileSystemReader):
@@ -353,7 +354,9 @@ def _folder_of(root: Path, step: int | None) -> Path:
         folder = root
     elif (root / TRACKER).is_file():
         latest = (root / TRACKER).read_text().strip()
-        folder = root / (latest if latest == "release" else f"iter_{int(latest or 0):07d}")
+        if latest != "release" and not latest.isdecimal():
+            raise ValueError(f"{root / TRACKER}: names no iteration")
+        folder = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
     else:
         raise ValueError(f"{root}: holds no checkpoint (there is no {TRACKER} in it)")
     if not (folder / "metadata.json").is_file():

@@ -11,7 +11,7 @@ import json
 import queue
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +46,11 @@ _WITH_EXTRA_STATE = (
 
 
 class _Part(NamedTuple):
-    """One layer's share of a tensor in the checkpoint, and how it is made."""
+    """A part of a tensor in the checkpoint, and how it is made."""
 
     entry: Entry
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
@@ -81,21 +83,7 @@ def write_checkpoint(
     """
     release = folder / "release"
     release.mkdir()
-    parts = []
-    for entry in entries:
-        kinds = {dtypes[name] for name in entry.canonical}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{entry.name}: is made of tensors of different dtypes "
-                f"({', '.join(f'{name} {dtypes[name]}' for name in entry.canonical)})"
-            )
-
-        def make(entry: Entry = entry) -> Tensor:
-            joined = entry.join([tensor(name) for name in entry.canonical])
-            assert joined.shape == entry.shape, f"{entry.name}: {joined.shape}, not {entry.shape}"
-            return joined if entry.layer is None else joined.unsqueeze(0)
-
-        parts.append(_Part(entry, kinds.pop(), make))
+    parts = [part for entry in entries for part in _parts(entry, tensor, dtypes)]
     state = {
         "args": arguments,
         "checkpoint_version": 3.0,
@@ -116,6 +104,35 @@ def write_checkpoint(
     (folder / TRACKER).write_text("release")
 
 
+def _parts(
+    entry: Entry, tensor: Callable[[str], Tensor], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[_Part]:
+    """The parts that a tensor is written in: gate and up apart, as Megatron does, else one."""
+    kinds = {dtypes[name] for name in entry.canonical}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{entry.name}: is made of tensors of different dtypes "
+            f"({', '.join(f'{name} {dtypes[name]}' for name in entry.canonical)})"
+        )
+    (dtype,) = kinds
+    members = [entry.canonical]
+    if entry.form == "gate over up":
+        members = [(name,) for name in entry.canonical]
+    rows = entry.shape[0] // len(members)
+    for number, names in enumerate(members):
+        offset, shape = (number * rows, *[0] * (len(entry.shape) - 1)), (rows, *entry.shape[1:])
+        if entry.layer is not None:
+            offset, shape = (entry.layer, *offset), (1, *shape)
+
+        def make(names: tuple[str, ...] = names, shape: tuple[int, ...] = shape) -> Tensor:
+            made = [tensor(name) for name in names]
+            whole = entry.join(made) if len(members) == 1 else made[0]
+            assert whole.shape == shape[-whole.dim() :], f"{names}: {whole.shape}, not {shape}"
+            return whole.contiguous().view(shape)
+
+        yield _Part(entry, offset, shape, dtype, make)
+
+
 def _write_data(folder: Path, parts: Sequence[_Part], objects: Mapping[str, io.BytesIO]) -> None:
     """Write parts and objects, and the metadata that says where they are.
 
@@ -134,7 +151,7 @@ class _MakingPlanner(SavePlanner):
     """Makes each tensor when it is written, and not before."""
 
     def __init__(self, parts: Sequence[_Part], objects: Mapping[str, io.BytesIO]):
-        self.parts = {(part.entry.name, part.entry.layer or 0): part for part in parts}
+        self.parts = {(part.entry.name, part.offset): part for part in parts}
         self.objects = objects
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +180,7 @@ class _MakingPlanner(SavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return self.objects[index.fqn]
         assert index.offset is not None
-        part = self.parts[index.fqn, index.offset[0]]
+        part = self.parts[index.fqn, tuple(index.offset)]
         tensor = part.make()
         assert tensor.dtype == part.dtype, f"{index.fqn}: {tensor.dtype}, not {part.dtype}"
         return tensor
@@ -187,20 +204,15 @@ class _ByLayer(FileSystemWriter):
 
 
 def _write_item(part: _Part) -> WriteItem:
-    """The plan for one part: a slice along the first axis where layers are stacked."""
-    entry = part.entry
-    size = torch.Size(entry.stored_shape)
-    offset, shape = torch.Size([0] * len(size)), size
-    if entry.layer is not None:
-        offset = torch.Size([entry.layer, *offset[1:]])
-        shape = torch.Size([1, *size[1:]])
+    """The plan for one part."""
+    offset = torch.Size(part.offset)
     return WriteItem(
-        index=MetadataIndex(entry.name, offset),
+        index=MetadataIndex(part.entry.name, offset),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offset, shape),
+            chunk=ChunkStorageMetadata(offset, torch.Size(part.shape)),
             properties=TensorProperties(dtype=part.dtype),
-            size=size,
+            size=torch.Size(part.entry.stored_shape),
         ),
     )
 

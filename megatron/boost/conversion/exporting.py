@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from megatron.boost.conversion.hf_config import hf_from_description
 from megatron.boost.conversion.hf_folder import new_hf_folder
 from megatron.boost.conversion.names import Entry, hf_entries
 from megatron.boost.conversion.output_folder import refuse_occupied
-from megatron.boost.conversion.progress import Progress, silent
+from megatron.boost.conversion.progress import Progress, silent, without_bars
 from megatron.boost.conversion.tokenizer_files import GENERATION, copy_tokenizer, special_tokens
 
 if TYPE_CHECKING:
@@ -40,15 +41,20 @@ class Export:
     """What floating-point tensors are turned into; None: each keeps its own."""
     tokenizer: Path | None
 
-    @property
+    @cached_property
     def entries(self) -> list[Entry]:
         """The tensors of the result."""
         return hf_entries(self.description)
 
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """The canonical tensors of the checkpoint."""
+        return frozenset(self.reader.description.tensors())
+
     def sources(self, entry: Entry) -> list[str]:
         """The canonical tensors of the checkpoint that a tensor of the result is made of."""
         (name,) = entry.canonical
-        if name in self.reader.description.tensors():
+        if name in self._stored:
             return [name]
         stem = name.removesuffix(".weight")
         return [f"{stem}.B", f"{stem}.A"]
@@ -254,13 +260,14 @@ def transformers_model(
     kind, config_kind = (
         (BoostForCausalLM, BoostConfig) if low_rank else (LlamaForCausalLM, LlamaConfig)
     )
-    model, loading = kind.from_pretrained(
-        None,
-        config=config_kind(**config),
-        state_dict=tensors,
-        dtype=dtype or description.dtype,
-        output_loading_info=True,
-    )
+    with without_bars():
+        model, loading = kind.from_pretrained(
+            None,
+            config=config_kind(**config),
+            state_dict=tensors,
+            dtype=dtype or description.dtype,
+            output_loading_info=True,
+        )
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not loading[fault], f"{fault}: {loading[fault]}"
     return model.to(device).eval()

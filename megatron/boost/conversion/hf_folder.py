@@ -83,13 +83,6 @@ class HfReader:
                 return found
         return self._unpickled(info.file)[name]
 
-    @property
-    def total_bytes(self) -> int:
-        """The size of all tensors."""
-        return sum(
-            torch.Size(info.shape).numel() * info.dtype.itemsize for info in self.tensors.values()
-        )
-
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
         if not self.folder.is_dir():

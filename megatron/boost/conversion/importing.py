@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -120,7 +121,7 @@ class ImportPlan:
         """Whether the result computes what the source does."""
         return self.description.low_rank == self.source.description.low_rank
 
-    @property
+    @cached_property
     def entries(self) -> list[Entry]:
         """The tensors of the checkpoint."""
         return checkpoint_entries(self.description, megatrons_own=self.megatrons_own)

@@ -7,31 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
-from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.cpu import megatron_on_cpu
 from megatron.boost.patches import apply_always
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+    from megatron.boost.conversion.checkpoint_reader import CheckpointReader
     from megatron.boost.conversion.description import ModelDescription
 
 
-def megatron_logits(load: Path, tokens: Tensor, step: int | None = None) -> Tensor:
-    """Logits `[b, s, vocabulary]` in fp32 of tokens `[b, s]`, by Megatron.
-
-    Args:
-        load: the folder of a checkpoint that the reader accepts.
-        tokens: ids of tokens.
-        step: the iteration; None: the latest.
-    """
-    reader = CheckpointReader(load, step)
+def megatron_logits(reader: CheckpointReader, tokens: Tensor) -> Tensor:
+    """Logits `[b, s, vocabulary]` in fp32 of tokens `[b, s]`, by Megatron, of the checkpoint that
+    `reader` has found."""
     with _single_rank(), torch.no_grad():
         from megatron.core import dist_checkpointing
 

@@ -41,3 +41,17 @@ def on_terminal(title: str, total: int) -> Iterator[Callable[[int], None]]:
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Context in which transformers shows no progress bars; its own do not ask for a terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
