@@ -54,7 +54,7 @@ def calibration_tokens(
     wanted = max(limit // length, 1) * of_text
     ids: list[int] = []
     for block in _blocks(path, flag):
-        ids += tokenizer(block, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= wanted:
             break
     if not ids:

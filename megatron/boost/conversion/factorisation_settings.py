@@ -21,6 +21,14 @@ ANNEAL_STEPS = 1000
 
 _RANK_FIELDS = ("ratio", "rank", "attn_rank", "mlp_rank", "ranks")
 _FIELDS = (*_RANK_FIELDS, "layers", "act", "act_anneal", "lax_base", "lax_gate", "lax_norm")
+_DEFAULTS = {
+    "ratio": "0.25",
+    "act_anneal": f"{ANNEAL_STEPS} where φ is not the identity",
+    "lax_base": "svd",
+    "lax_gate": "tensor",
+    "lax_norm": "none",
+}
+"""Of the import, where a user would not expect them."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
 
 
@@ -85,7 +93,10 @@ def add_factorisation_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("from dense to low-rank")
     for flag in flags_of(LowRankConfig):
         if flag.field in _FIELDS:
-            options: dict[str, Any] = {"dest": flag.destination, "default": None, "help": flag.help}
+            default = _DEFAULTS.get(flag.field)
+            help_text = flag.help if default is None else f"{flag.help} (default: {default})"
+            options: dict[str, Any] = {"dest": flag.destination, "default": None}
+            options["help"] = help_text
             options |= {"choices": flag.choices} if flag.choices else {"type": flag.kind}
             group.add_argument(flag.name, **options, **flag.keywords)
     group.add_argument(
