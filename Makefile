@@ -40,6 +40,7 @@ bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
 	@$(python) benchmarks/memory.py
 	@$(python) benchmarks/kernels.py
+	@$(python) benchmarks/attention.py
 
 ext: $(installed) ## build the extension (csrc) anew, with CUDA where nvcc and a CUDA torch are found
 	@$(call build_extension,--force)

@@ -19,7 +19,7 @@ from benchmarks.harness import Step, merged
 from benchmarks.models import race
 from benchmarks.ranks import run_on_ranks
 from benchmarks.report import Report
-from benchmarks.variants import FULL_SIZES, GUARDS, strategies
+from benchmarks.variants import FULL_SIZES, guards, half_depth, strategies
 from megatron.boost.command_line import run_tool
 
 
@@ -34,16 +34,16 @@ def main(argv: Sequence[str] | None) -> None:
     )
     args = parser.parse_args(argv)
     sizes, machine, settings = begin(args)
-    contest, guards = strategies(args.tp), [variant for pair in GUARDS for variant in pair]
+    contest = [v for whole in strategies(args.tp) for v in (whole, half_depth(whole))]
     recorded: list[Step] = []
-    for tp, variants in ((args.tp, contest), (1, guards)):
+    for tp, variants in ((args.tp, contest), (1, guards())):
         print(f"TP {tp}: {'; '.join(variant.title for variant in variants)}", flush=True)
         by_rank = run_on_ranks(race, tp, args.device, variants, sizes, args.dtype, args.steps)
         recorded += merged(by_rank)
     report = Report(
         settings=settings,
         machine=machine,
-        variants=[*contest, *guards],
+        variants=[*contest, *guards()],
         tokens=sizes.tokens,
         targets_apply=(sizes, args.tp, args.dtype, args.device) == (FULL_SIZES, 2, "fp32", "cpu"),
         steps=recorded,

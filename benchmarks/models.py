@@ -135,9 +135,10 @@ def _recompute_collectives(iteration: Iteration) -> int:
 
 
 def _require_agreement(fingerprints: Mapping[Variant, Fingerprint], tolerance: float) -> None:
-    first: dict[bool, tuple[Variant, Fingerprint]] = {}
+    first: dict[tuple[bool, bool], tuple[Variant, Fingerprint]] = {}
     for variant, fingerprint in fingerprints.items():
-        other, expected = first.setdefault(variant.low_rank, (variant, fingerprint))
+        model = variant.low_rank, variant.half_depth
+        other, expected = first.setdefault(model, (variant, fingerprint))
         if not fingerprint.agrees(expected, tolerance):
             raise RuntimeError(
                 f"{variant.key} computes another model than {other.key}: {fingerprint}, {expected}"
@@ -213,7 +214,7 @@ def iterations_of(
         model: nn.Module
         loss_of: LossOf
         if variant.layers is not None:
-            model = _gpt_model(variant, sizes, dtype)
+            model = _gpt_model(variant, sizes.of(variant), dtype)
             loss_of = partial(_gpt_loss, model)
             weights[variant.low_rank] = dict(model.named_parameters())
         else:

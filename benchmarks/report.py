@@ -18,7 +18,7 @@ from benchmarks.harness import (
     round_ratios,
     summarise,
 )
-from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Variant
+from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Variant, half_depth
 
 # For the full sizes in fp32 on CPU, TP 2 over gloo's loopback.
 TARGETS = {"full_rank_over_btp": 1.55, "vanilla_over_btp": 1.3}
@@ -83,6 +83,14 @@ class Report:
             "vanilla_over_btp": ratio(self.steps, VANILLA, BTP),
         }
 
+    def answers_of_layers(self) -> dict[str, Ratio]:
+        """The same of the layers alone, without embedding, borders, head and loss."""
+        steps = steps_of_layers(self.steps, self.variants)
+        return {
+            "full_rank_over_btp_layers": ratio(steps, FULL_RANK, BTP),
+            "vanilla_over_btp_layers": ratio(steps, VANILLA, BTP),
+        }
+
     def guards(self) -> dict[str, tuple[Ratio, bool | None]]:
         """Our layers over plain PyTorch and whether that is within the limit (None where that is
         not judged), by result key."""
@@ -103,6 +111,8 @@ class Report:
             result[f"{key}_counted"] = found.counted.key if found.counted else None
             if self.targets_apply:
                 result[f"{key}_target"] = TARGETS[key]
+        for key, found in self.answers_of_layers().items():
+            result |= _flat_ratio(key, found)
         for key, (found, within) in self.guards().items():
             result |= _flat_ratio(key, found)
             result[f"{key}_within_3_percent"] = within
@@ -131,6 +141,10 @@ class Report:
                 self._answer_rows(),
             ),
             table(
+                ["the layers alone", "value", "p20", "p80", "the baseline"],
+                ([key, *_ratio_cells(found)] for key, found in self.answers_of_layers().items()),
+            ),
+            table(
                 ["", "ms", "p20", "p80", "tokens/s", "exposed comm. s", "dropped steps"],
                 self._variant_rows(),
             ),
@@ -156,10 +170,7 @@ class Report:
         for key, found in self.answers().items():
             yield [
                 key,
-                number(found.value, ".2f"),
-                number(found.p20, ".2f"),
-                number(found.p80, ".2f"),
-                found.counted.title if found.counted else "",
+                *_ratio_cells(found),
                 f"at least {TARGETS[key]:g}" if self.targets_apply else "none at these settings",
             ]
 
@@ -180,6 +191,25 @@ class Report:
         words = {True: "yes", False: "NO", None: "not judged"}
         for (ours, _), (found, within) in zip(GUARDS, self.guards().values(), strict=True):
             yield [ours.title, number(found.value, ".3f"), words[within]]
+
+
+def steps_of_layers(steps: Sequence[Step], variants: Iterable[Variant]) -> list[Step]:
+    """What the layers alone take: twice the difference between a step of a variant and one of the
+    same with half of the layers, in each round in which both count."""
+    counted = {(step.variant, step.round_number): step for step in steps if step.counts}
+    halves = {variant.key: half_depth(variant).key for variant in variants}
+    of_layers = []
+    for (key, in_round), whole in counted.items():
+        half = counted.get((halves[key], in_round)) if key in halves else None
+        if half is not None:
+            layers_ms = 2 * (whole.milliseconds - half.milliseconds)
+            of_layers.append(replace(whole, milliseconds=layers_ms))
+    return of_layers
+
+
+def _ratio_cells(found: Ratio) -> list[str]:
+    values = [number(value, ".2f") for value in (found.value, found.p20, found.p80)]
+    return [*values, found.counted.title if found.counted else ""]
 
 
 def _flat_ratio(key: str, found: Ratio) -> dict[str, object]:

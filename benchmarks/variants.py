@@ -39,6 +39,10 @@ class Sizes:
         )
         return all(size % tp == 0 for size in split)
 
+    def of(self, variant: Variant) -> Sizes:
+        """The sizes of a variant's model."""
+        return replace(self, layers=self.layers // 2) if variant.half_depth else self
+
     @property
     def tokens(self) -> int:
         """Tokens of one iteration."""
@@ -65,6 +69,8 @@ class Variant:
     sequence_parallel: bool = False
     full_recompute: bool = False
     """Megatron's recomputation of every layer."""
+    half_depth: bool = False
+    """Whether the model has half of the layers: the other half is what the whole model has more."""
 
 
 def _ours(key: str, title: str, *, sequence_parallel: bool = False, **settings: object) -> Variant:
@@ -106,6 +112,12 @@ def strategies(tp: int) -> list[Variant]:
     return [BTP, *FULL_RANK, *VANILLA] if tp > 1 else [BTP, FULL_RANK[0], VANILLA[0]]
 
 
+def half_depth(variant: Variant) -> Variant:
+    """The variant with half of the layers."""
+    title = f"{variant.title}, half of the layers"
+    return replace(variant, key=f"{variant.key}_half_depth", title=title, half_depth=True)
+
+
 def _recomputed(variant: Variant, **settings: Any) -> Variant:
     """The variant with Megatron's full recomputation or, given `settings`, with ours."""
     assert variant.layers is not None
@@ -142,6 +154,9 @@ CHECKPOINTED = {
 }
 """What `memory.py` compares: each strategy and its ways to keep less for backward."""
 
+_PLAIN_LOW_RANK = Variant(
+    key="tp1_low_rank_plain", title="low-rank, plain PyTorch", low_rank=True, layers=None
+)
 GUARDS = (
     (
         _ours("tp1_full_rank", "full-rank, TP 1", arch="dense"),
@@ -160,12 +175,14 @@ GUARDS = (
             tp="vanilla",
             grouping=False,
         ),
-        Variant(
-            key="tp1_low_rank_plain",
-            title="low-rank, plain PyTorch",
-            low_rank=True,
-            layers=None,
-        ),
+        _PLAIN_LOW_RANK,
     ),
+    (_ours("tp1_btp", "BTP, TP 1", arch="cola"), _PLAIN_LOW_RANK),
 )
-"""Our layers at TP 1, each with the plain PyTorch model that it may not be slower than."""
+"""Our layers at TP 1, each with the plain PyTorch model that it may not be slower than. The plain
+low-rank model is ungrouped."""
+
+
+def guards() -> list[Variant]:
+    """The variants of `GUARDS`, once each, our layers before the plain models."""
+    return list(dict.fromkeys(variant for pair in GUARDS for variant in pair))

@@ -16,11 +16,10 @@ from benchmarks.command import REPOSITORY
 
 TESTS = (
     "tests/gpu",
-    "tests/unit/test_csrc_ops.py",
+    "tests/unit/ops",
     "tests/unit/test_csrc_registration.py",
     "tests/unit/test_latent_ops.py",
     "tests/unit/test_statistics.py",
-    "tests/unit/test_triton_ops.py",
 )
 _LINES_SHOWN = 40
 

@@ -82,8 +82,8 @@ def run_tool(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
     except OSError as error:
         print_error(str(error))
         sys.exit(FAILED)
-    except KeyboardInterrupt:
-        print_error("interrupted")
+    except KeyboardInterrupt as interrupt:
+        print_error(str(interrupt) or "interrupted")
         sys.exit(INTERRUPTED)
     sys.exit(0)
 

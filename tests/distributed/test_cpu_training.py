@@ -113,7 +113,7 @@ def test_recompute_repeats_the_dropout_masks(with_dropout: list[History], recomp
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, f"{TP} {DROPOUT}"),
+        pytest.param(2, f"{TP} {DROPOUT}", marks=pytest.mark.slow),
         (2, OVERLAP),
         pytest.param(2, f"--bf16 {OVERLAP} {RESHARDABLE}", marks=pytest.mark.slow),
     ],

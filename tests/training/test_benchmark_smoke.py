@@ -30,11 +30,14 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     for key in (
         "full_rank_over_btp",
         "vanilla_over_btp",
+        "full_rank_over_btp_layers",
+        "vanilla_over_btp_layers",
         "btp_ms",
         "btp_tokens_per_second",
         "btp_exposed_communication_seconds",
         "tp1_full_rank_over_plain",
         "tp1_low_rank_over_plain",
+        "tp1_btp_over_plain",
     ):
         assert key in result
     assert result["cuda"] == "not measured"
@@ -42,8 +45,22 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     (page,) = tmp_path.glob("iteration-*.md")
     assert page.read_text() in done.stdout
     (steps,) = tmp_path.glob("iteration-*.csv")
-    assert len(steps.read_text().splitlines()) == 1 + 2 * 9
+    assert len(steps.read_text().splitlines()) == 1 + 2 * 15
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_attention_benchmark_judges_by_the_products(tmp_path: Path) -> None:
+    done = run("--quick", "--json", str(tmp_path / "result.json"), script="attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    b, h, s, e = 2, 2, 32, 16
+    flop = 2 * (b * h * s * (s + 1) / 2) * e * 2
+    products_ms = flop / result["large_mm_gflop_per_second"] / 1e6
+    for key in ("flash_by_tokens", "flash_by_heads", "math_by_tokens", "math_by_heads"):
+        for passes, products in (("forward", 1.0), ("forward_backward", 3.5)):
+            over = result[f"{key}_{passes}_ms"] / (products * products_ms)
+            assert result[f"{key}_{passes}_over_its_products"] == pytest.approx(over)
 
 
 @pytest.mark.slow
@@ -128,6 +145,7 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("gpu-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_result_says_not_measured(tmp_path: Path) -> None:
     arguments = ("--results", str(tmp_path), "--skip-build")
@@ -151,6 +169,7 @@ def test_impossible_settings_are_refused_in_one_line() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     done = run("--device", "cuda", "--tp", "1")

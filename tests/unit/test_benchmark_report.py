@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import Report, write_new
-from benchmarks.variants import FULL_SIZES, GUARDS, QUICK_SIZES, strategies
+from benchmarks.variants import FULL_SIZES, QUICK_SIZES, guards, strategies
 from tests.unit.test_benchmark_harness import step
 
 MEDIANS = {
@@ -19,8 +19,9 @@ MEDIANS = {
     "tp1_full_rank_plain": 5000.0,
     "tp1_low_rank": 3100.0,
     "tp1_low_rank_plain": 3000.0,
+    "tp1_btp": 2850.0,
 }
-KEYS = [*(v.key for v in strategies(2)), *(v.key for pair in GUARDS for v in pair)]
+KEYS = [*(v.key for v in strategies(2)), *(v.key for v in guards())]
 
 
 def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -> Report:
@@ -33,7 +34,7 @@ def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -
     return Report(
         settings={"tp": 2, "dtype": "fp32"},
         machine={"processor": "a processor", "megatron-core": "0.19.2"},
-        variants=[*strategies(2), *(v for pair in GUARDS for v in pair)],
+        variants=[*strategies(2), *guards()],
         tokens=2048,
         targets_apply=targets_apply,
         steps=steps,
@@ -51,6 +52,18 @@ def test_the_faster_form_of_a_baseline_counts() -> None:
     assert result["vanilla_over_btp"] == pytest.approx(2600 / 1800)
     assert result["vanilla_over_btp_counted"] == "vanilla_sliced"
     assert result["full_rank_over_btp_target"] == 1.55
+
+
+def test_the_layers_alone_are_twice_what_the_second_half_takes() -> None:
+    halves = {
+        "btp_half_depth": 1100.0,
+        "full_rank_half_depth": 1650.0,
+        "full_rank_sequence_parallel_half_depth": 1700.0,
+    }
+    result = report(MEDIANS | halves).flat()
+    assert result["full_rank_over_btp_layers"] == pytest.approx((2900 - 1700) / (1800 - 1100))
+    assert result["vanilla_over_btp_layers"] is None
+    assert report().flat()["full_rank_over_btp_layers"] is None
 
 
 def test_flat_keys_tell_medians_spread_and_speed() -> None:

@@ -1,33 +1,31 @@
 """Text to Megatron's indexed data sets: what Megatron's readers find in them."""
 
 import json
-import multiprocessing
-import os
-import signal
-import sys
+import random
 
+import numpy as np
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
-from megatron.core.tokenizers import MegatronTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from megatron.boost.preprocessing import encoding
+from megatron.boost.preprocessing import dataset, encoding, pieces
+from megatron.boost.preprocessing.dataset import DataSetWriter, Extent, publish, token_dtype
 from megatron.boost.preprocessing.encoding import EncodingSettings, load_tokenizer
-from megatron.boost.preprocessing.inputs import BadRecord
 from megatron.boost.preprocessing.pipeline import preprocess
-from tests.support.small_tokenizer import VOCABULARY_SIZE, save_small_tokenizer
-from tests.support.tools import load_tool
-
-preprocess_data = load_tool("preprocess_data")
-
-TEXTS = [
-    "the quick brown fox",
-    "def f(x):\n\treturn x  # tabs,  blanks\r\n\n",
-    "ünïcödé — 漢字 😀",
-    " ",
-    "the lazy dog " * 200,
-]
+from tests.support.preprocessing import (
+    TEXTS,
+    bytes_of,
+    documents_of,
+    files_of,
+    megatron_bytes,
+    megatron_tokenizer,
+    write_compressed,
+    write_jsonl,
+)
+from tests.support.small_tokenizer import save_small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +33,6 @@ def tokenizer_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     save_small_tokenizer(folder)
     return str(folder)
-
-
-def megatron_tokenizer(folder):
-    return MegatronTokenizer.from_pretrained(str(folder), {"library": "huggingface"})
-
-
-def write_jsonl(path, texts, key="text"):
-    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
-    return path
-
-
-def documents_of(prefix):
-    # Copied while the data set lives: it unmaps the file under its arrays when it goes.
-    dataset = IndexedDataset(str(prefix))
-    return [ids.tolist() for ids in dataset]
-
-
-def files_of(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_megatrons_reader_finds_every_document_and_its_text(tmp_path, tokenizer_model):
@@ -73,22 +52,79 @@ def test_megatrons_reader_finds_every_document_and_its_text(tmp_path, tokenizer_
         assert tokenizer.detokenize(ids[:-1].tolist()) == text
 
 
-def test_files_are_those_of_megatrons_builder_byte_for_byte(tmp_path, tokenizer_model):
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    tokenizer = megatron_tokenizer(tokenizer_model)
-    builder = IndexedDatasetBuilder(
-        str(tmp_path / "expected.bin"), dtype=DType.optimal_dtype(tokenizer.vocab_size)
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("begins_with", [None, "<s>"])
+def test_files_are_those_of_megatrons_builder_byte_for_byte(
+    tmp_path, monkeypatch, begins_with, append_eod
+):
+    """Of files of every kind, with lines and text files that are encoded in pieces."""
+    save_small_tokenizer(tmp_path / "tokenizer", begins_with=begins_with)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(pieces, "CONTEXT_BYTES", 500)
+    monkeypatch.setattr(encoding, "PIECE_BYTES", 5_000)
+    rng = random.Random(1)
+    long = ["".join(rng.choices([*TEXTS[:4], "12", "  \n"], k=4_000)) for _ in range(3)]
+    source = tmp_path / "corpus"
+    source.mkdir()
+    write_jsonl(source / "a.jsonl", [*TEXTS, long[0], *TEXTS])
+    write_compressed(source / "b.txt", long[1].encode())
+    write_compressed(source / "c.txt.zst", b"\xef\xbb\xbf" + long[2].encode())
+    write_compressed(source / "d.txt.gz", TEXTS[2].encode())
+    model = str(tmp_path / "tokenizer")
+
+    preprocess([source], str(tmp_path / "x"), EncodingSettings(model, append_eod=append_eod))
+
+    expected = megatron_bytes(
+        tmp_path,
+        model,
+        [*TEXTS, long[0], *TEXTS, long[1], long[2], TEXTS[2]],
+        append_eod=append_eod,
     )
-    for text in TEXTS:
-        ids = tokenizer.tokenize(text)
-        builder.add_document(ids, [len(ids)])
-    builder.finalize(str(tmp_path / "expected.idx"))
+    assert bytes_of(tmp_path / "x_text_document") == expected
 
-    preprocess([source], str(tmp_path / "ours"), EncodingSettings(tokenizer_model))
 
-    for suffix in (".bin", ".idx"):
-        ours = (tmp_path / f"ours_text_document{suffix}").read_bytes()
-        assert ours == (tmp_path / f"expected{suffix}").read_bytes()
+def test_a_large_vocabulary_is_stored_as_megatron_stores_it(tmp_path):
+    words = {f"w{number}": number for number in range(65_500)} | {"?": 65_500}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(
+        tmp_path / "tokenizer"
+    )
+    texts = ["w0 w65499 w3 other", "w5"]
+    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
+
+    preprocess([source], str(tmp_path / "x"), EncodingSettings(str(tmp_path / "tokenizer")))
+
+    assert bytes_of(tmp_path / "x_text_document") == megatron_bytes(
+        tmp_path, tmp_path / "tokenizer", texts
+    )
+    assert documents_of(tmp_path / "x_text_document") == [[0, 65_499, 3, 65_500], [5]]
+
+
+@pytest.mark.parametrize("size", [1, 280, 65_499, 65_500, 65_536, 200_000])
+def test_integer_types_are_megatrons(size):
+    assert token_dtype(size) == DType.optimal_dtype(size)
+
+
+@pytest.mark.parametrize("documents", [1, 6, 7, 8, 21])
+def test_an_index_written_in_blocks_is_megatrons(tmp_path, monkeypatch, documents):
+    monkeypatch.setattr(dataset, "_INDEX_BLOCK", 7)
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 2_000_000_000, documents).tolist()
+    theirs = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    writer = DataSetWriter(tmp_path / "0", np.dtype(np.int32), Extent())
+    for length in lengths:
+        # The index alone is looked at, so no token of a length is really there.
+        theirs.add_document([], [length])
+        writer.add(np.empty(0, np.int32), [length])
+    theirs.finalize(str(tmp_path / "theirs.idx"))
+
+    writer.write_index()
+    writer.close()
+    publish(tmp_path / "0", str(tmp_path / "ours"))
+
+    assert bytes_of(tmp_path / "ours") == bytes_of(tmp_path / "theirs")
+    assert "0.bin" not in files_of(tmp_path)
 
 
 def test_a_tokenizer_that_adds_bos_adds_it_here_as_in_megatron(tmp_path):
@@ -162,93 +198,6 @@ def test_text_files_cannot_fill_two_keys(tmp_path, tokenizer_model):
         preprocess([source], str(tmp_path / "x"), EncodingSettings(tokenizer_model, ("q", "q")))
 
 
-def test_a_bad_line_leaves_the_old_data_set_and_nothing_else(tmp_path, tokenizer_model):
-    settings = EncodingSettings(tokenizer_model)
-    folder = tmp_path / "out"
-    preprocess([write_jsonl(tmp_path / "a.jsonl", TEXTS)], str(folder / "corpus"), settings)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    bad = write_jsonl(tmp_path / "b.jsonl", ["the fox", ""])
-    with pytest.raises(BadRecord, match=r"b\.jsonl, line 2: "):
-        preprocess([bad], str(folder / "corpus"), settings)
-
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(encoding, "BATCH_RECORDS", 4)
-
-
-@pytest.mark.slow
-def test_workers_write_the_same_bytes_and_read_only_a_little_ahead(
-    tmp_path, tokenizer_model, small_batches, monkeypatch
-):
-    texts = [f"{TEXTS[number % len(TEXTS)]} {number}" for number in range(100)]
-    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
-    settings = EncodingSettings(tokenizer_model, append_eod=True)
-    records_read = 0
-    read_records = preprocess.__globals__["read_records"]
-
-    def counted(path):
-        nonlocal records_read
-        for record in read_records(path):
-            records_read += 1
-            yield record
-
-    ahead = []
-    monkeypatch.setitem(preprocess.__globals__, "read_records", counted)
-    preprocess([source], str(tmp_path / "one"), settings)
-    records_read = 0
-    preprocess(
-        [source],
-        str(tmp_path / "two"),
-        settings,
-        workers=2,
-        on_progress=lambda state: ahead.append(records_read - state.documents),
-    )
-
-    for suffix in (".bin", ".idx"):
-        one = (tmp_path / f"one_text_document{suffix}").read_bytes()
-        assert (tmp_path / f"two_text_document{suffix}").read_bytes() == one
-    most = 2 * encoding.BATCHES_IN_FLIGHT_PER_WORKER * encoding.BATCH_RECORDS
-    assert 0 < max(ahead) <= most < len(texts)
-
-
-@pytest.mark.slow
-def test_workers_report_the_first_bad_line_of_the_input(tmp_path, tokenizer_model, small_batches):
-    texts = ["the fox"] * 40
-    texts[13] = texts[14] = texts[30] = ""
-    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
-
-    with pytest.raises(BadRecord, match=r"corpus\.jsonl, line 14: "):
-        preprocess(
-            [source], str(tmp_path / "out" / "x"), EncodingSettings(tokenizer_model), workers=2
-        )
-
-    assert files_of(tmp_path / "out") == []
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_ends_the_run(tmp_path, tokenizer_model, small_batches):
-    source = write_jsonl(tmp_path / "corpus.jsonl", ["the fox"] * 100)
-
-    def kill_the_workers(state):
-        for child in multiprocessing.active_children():
-            os.kill(child.pid, signal.SIGKILL)
-
-    with pytest.raises(ChildProcessError, match=r"a worker process died .*corpus\.jsonl, line \d+"):
-        preprocess(
-            [source],
-            str(tmp_path / "out" / "x"),
-            EncodingSettings(tokenizer_model),
-            workers=2,
-            on_progress=kill_the_workers,
-        )
-
-    assert files_of(tmp_path / "out") == []
-
-
 def test_tokenizers_are_refused_by_name(tmp_path, tokenizer_model):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     save_small_tokenizer(tmp_path / "endless", ends=False)
@@ -266,47 +215,35 @@ def test_tokenizers_are_refused_by_name(tmp_path, tokenizer_model):
         run(tmp_path / "void")
 
 
+def test_a_token_that_does_not_fit_into_megatrons_type_is_refused(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 65_536}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "gaps")
+    source = write_jsonl(tmp_path / "corpus.jsonl", ["b"])
+
+    with pytest.raises(ValueError, match=r"gaps: has a token of id 65536, .* as uint16"):
+        preprocess([source], str(tmp_path / "x"), EncodingSettings(str(tmp_path / "gaps")))
+
+
+def test_special_tokens_in_the_text_are_read_as_megatron_reads_them(tmp_path):
+    tokenizer = save_small_tokenizer(tmp_path / "tokenizer")
+    text = f"the fox{tokenizer.eos_token}the dog"
+    source = write_jsonl(tmp_path / "corpus.jsonl", [text])
+
+    model = str(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+
+    for split in (False, True):
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"split_special_tokens": split})
+        )
+        summary = preprocess([source], str(tmp_path / "x"), EncodingSettings(model))
+        (ids,) = documents_of(summary.prefixes["text"])
+        assert ids == megatron_tokenizer(model).tokenize(text)
+        assert (tokenizer.eos_token_id in ids) != split
+
+
 def test_tokenizer_json_stands_for_its_folder(tokenizer_model):
     by_file = load_tokenizer(f"{tokenizer_model}/tokenizer.json")
 
     assert by_file.get_vocab() == load_tokenizer(tokenizer_model).get_vocab()
     assert by_file.eos_token_id is not None
-
-
-def test_tool_writes_text_files_and_a_flat_summary(tmp_path, tokenizer_model, capsys):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for name, text in (("b.txt", TEXTS[1]), ("a.txt", TEXTS[0])):
-        (folder / name).write_bytes(text.encode())
-
-    preprocess_data.main(
-        f"--input {folder} --output-prefix {tmp_path}/corpus --tokenizer-model {tokenizer_model} "
-        f"--tokenizer-type HuggingFaceTokenizer --json {tmp_path}/result.json".split()
-    )
-
-    documents = documents_of(tmp_path / "corpus_text_document")
-    assert load_tokenizer(tokenizer_model).batch_decode(documents) == TEXTS[:2]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["documents"] == 2
-    assert result["tokens"] == result["text_tokens"] == sum(map(len, documents))
-    assert result["input_bytes"] == sum(len(text.encode()) for text in TEXTS[:2])
-    assert result["vocabulary_size"] == VOCABULARY_SIZE
-    assert result["text_data_path"] == f"{tmp_path}/corpus_text_document"
-    assert result["documents_per_second"] == pytest.approx(2 / result["seconds"])
-    output = capsys.readouterr()
-    assert "corpus_text_document: 2 documents" in output.out
-    assert output.err == ""
-
-
-def test_tool_shows_a_bar_on_a_terminal_only(tmp_path, tokenizer_model, capsys, monkeypatch):
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-
-    preprocess_data.main(
-        f"--input {source} --output-prefix {tmp_path}/x --tokenizer-model {tokenizer_model}".split()
-    )
-
-    shown = capsys.readouterr().err
-    assert f"{len(TEXTS)} documents" in shown
-    size = source.stat().st_size / 1000
-    assert f"{size:.1f}/{size:.1f} kB" in shown

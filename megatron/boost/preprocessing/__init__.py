@@ -1,5 +1,7 @@
 """From text files to Megatron's indexed data sets.
 
-`inputs` finds and reads records, `encoding` turns them into token ids (in worker processes),
-`dataset` writes the ids with Megatron's own builder, `pipeline` joins the three.
+`inputs` finds the files, `streams` opens and decompresses them, `records` reads documents from
+them (long ones in the `pieces` that fit into memory), `encoding` turns documents into token ids,
+`workers` does so in several processes, `dataset` writes Megatron's format, `unfinished` keeps what
+a killed run had done, `pipeline` joins them all.
 """
