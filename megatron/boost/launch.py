@@ -46,7 +46,7 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
                 # torchrun ends all ranks when the first one ends, which must not be this one.
                 time.sleep(_AFTER_RANK_0_SECONDS)
             return BAD_INPUT
-        _rendezvous_alone()
+        rendezvous_alone()
         with process_group_ended():
             train(plan, started)
     return 0
@@ -62,7 +62,7 @@ def _on_cpu(device: str) -> bool:
     return on_cpu
 
 
-def _rendezvous_alone() -> None:
+def rendezvous_alone() -> None:
     """Lets a single rank that no launcher started make its process group, at a free port."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
