@@ -27,7 +27,13 @@ from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, measure, summarise
 from benchmarks.op_cases import RankSizes, rate
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import number, steps_csv, table
+from benchmarks.report import (
+    flat_provenance,
+    number,
+    provenance,
+    steps_csv,
+    table,
+)
 from benchmarks.variants import DTYPES, Sizes
 from megatron.boost.command_line import run_tool
 
@@ -106,8 +112,7 @@ class AttentionReport:
                 f"{key}_p80_ms": summary.p80_ms,
                 f"{key}_over_its_products": self._over_products(key),
             }
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -123,8 +128,7 @@ class AttentionReport:
             table(["", "ms", "p20", "p80", "over its products"], rows),
             "over its products: the time over that of its causal matrix products at the rate of "
             "the large torch.mm. How it is measured: benchmarks/README.md.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 

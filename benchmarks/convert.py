@@ -6,8 +6,6 @@ it had before; a copy of the source's files takes turns with them. README.md say
 
 from __future__ import annotations
 
-import csv
-import io
 import multiprocessing
 import os
 import shutil
@@ -15,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Run from a checkout, the package may not be installed.
@@ -25,7 +23,13 @@ import torch
 
 from benchmarks.command import REPOSITORY, RESULTS, publish
 from benchmarks.harness import percentile
-from benchmarks.report import number, table
+from benchmarks.report import (
+    flat_provenance,
+    number,
+    provenance,
+    rows_csv,
+    table,
+)
 from boost_layers.config import LowRankConfig
 from megatron.boost.command_line import ToolParser, run_tool, whole_number
 from megatron.boost.conversion.checkpoint_writer import checkpoint_entries, write_checkpoint
@@ -127,8 +131,7 @@ class ConvertReport:
                     f"{name}_layer_and_shard_mib": self.allowed_bytes[name] / _MIB,
                     f"{name}_peak_over_layer_and_shard": peak / self.allowed_bytes[name],
                 }
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -139,19 +142,13 @@ class ConvertReport:
             "MB/s: megabytes written a second. peak: resident memory above that of the process "
             "with everything imported, the most of all rounds. layer + shard: the largest layer "
             "and one output file. benchmarks/README.md says more.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 
     def csv(self) -> str:
         """Every run, one a line."""
-        text = io.StringIO()
-        names = [field.name for field in fields(Run)]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(run) for run in self.runs)
-        return text.getvalue()
+        return rows_csv(asdict(run) for run in self.runs)
 
     def _of(self, name: str) -> list[Run]:
         return [run for run in self.runs if run.conversion == name]

@@ -20,7 +20,14 @@ from benchmarks.harness import Step, summarise
 from benchmarks.op_cases import OpCase, RankSizes, implementation, op_cases, rate
 from benchmarks.op_race import CONTESTANTS, COPY, MEMORY_COPY, memory_copy, race_ops, variant_key
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import number, ratio_of_keys, steps_csv, table
+from benchmarks.report import (
+    flat_provenance,
+    number,
+    provenance,
+    ratio_of_keys,
+    steps_csv,
+    table,
+)
 from benchmarks.variants import DTYPES
 from megatron.boost.command_line import run_tool, whole_number
 
@@ -60,8 +67,7 @@ class KernelReport:
                     result[f"{key}_share_of_copy"] = share.value
                 else:
                     result[f"{key}_gflop_per_second"] = rate(case.flop, summary.median_ms)
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -82,8 +88,7 @@ class KernelReport:
             "GB/s: of the bytes that must be moved at least (benchmarks/op_cases.py). share of a "
             "copy: the time of a copy that moves as many bytes over the op's. How it is measured: "
             "benchmarks/README.md.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 

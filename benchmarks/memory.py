@@ -19,7 +19,15 @@ from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, merged, summarise
 from benchmarks.models import race_with_memory
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import Ratio, number, ratio, steps_csv, table
+from benchmarks.report import (
+    Ratio,
+    flat_provenance,
+    number,
+    provenance,
+    ratio,
+    steps_csv,
+    table,
+)
 from benchmarks.variants import CHECKPOINTED, FULL_SIZES, Variant
 from megatron.boost.command_line import run_tool
 
@@ -58,8 +66,7 @@ class MemoryReport:
             result[f"{key}_recompute_collective_calls_per_layer"] = self.again[key]
             if variant is not plain:
                 result[f"{key}_time_over_{plain.key}"] = time.value
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -70,8 +77,7 @@ class MemoryReport:
             table(head, self._cells()),
             "time: over the same strategy without recomputation. saved MiB per added ms: of all "
             "layers. How it is measured: benchmarks/README.md.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 

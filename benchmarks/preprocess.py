@@ -7,8 +7,6 @@ byte-level BPE trained on it. README.md says how it is measured.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import multiprocessing
@@ -20,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Run from a checkout, the package may not be installed.
@@ -28,7 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import REPOSITORY, RESULTS, publish
 from benchmarks.harness import percentile, rotated
-from benchmarks.report import number, table
+from benchmarks.report import (
+    flat_provenance,
+    number,
+    provenance,
+    rows_csv,
+    table,
+)
 from megatron.boost.command_line import ToolParser, run_tool, whole_number
 from megatron.boost.corpus import library_sources, train_tokenizer
 from megatron.boost.machine import describe_machine
@@ -110,8 +114,7 @@ class PreprocessReport:
                 f"{small.kind}_large_peak_mib": large.mebibytes,
                 f"{small.kind}_large_over_small_peak": large.mebibytes / small.mebibytes,
             }
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -136,19 +139,13 @@ class PreprocessReport:
                 self._memory_rows(),
             ),
             "How it is measured, and how to read it: benchmarks/README.md.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 
     def csv(self) -> str:
         """Every run, one a line."""
-        text = io.StringIO()
-        names = [field.name for field in fields(Timing)]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(timing) for timing in self.timings)
-        return text.getvalue()
+        return rows_csv(asdict(timing) for timing in self.timings)
 
     def _seconds(self, variant: str) -> list[float]:
         return [timing.seconds for timing in self.timings if timing.variant == variant]

@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import (
@@ -129,8 +129,7 @@ class Report:
                 f"{variant.key}_steps": summary.steps,
                 f"{variant.key}_dropped_steps": summary.dropped,
             }
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def markdown(self) -> str:
         """The result for people, as a Markdown page."""
@@ -154,8 +153,7 @@ class Report:
             ),
             f"A step is dropped for more than {MINOR_FAULTS_ALLOWED} minor page faults or any "
             "major one on a rank. How it is measured, and how to read it: benchmarks/README.md.",
-            table(["setting", ""], [[name, str(v)] for name, v in self.settings.items()]),
-            table(["machine", ""], [[name, v] for name, v in self.machine.items()]),
+            *provenance(self.settings, self.machine),
         ]
         return "\n\n".join(sections) + "\n"
 
@@ -218,12 +216,33 @@ def _flat_ratio(key: str, found: Ratio) -> dict[str, object]:
 
 def steps_csv(steps: Iterable[Step]) -> str:
     """The steps, one a line, with whether they count."""
+    return rows_csv(asdict(step) | {"counts": step.counts} for step in steps)
+
+
+def rows_csv(rows: Iterable[Mapping[str, object]]) -> str:
+    """Rows with the same keys, one a line, under a line with these."""
+    first, rows = itertools.tee(rows)
     text = io.StringIO()
-    names = [*(field.name for field in fields(Step)), "counts"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, list(next(first, {})), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(step) | {"counts": step.counts} for step in steps)
+    writer.writerows(rows)
     return text.getvalue()
+
+
+def provenance(settings: Mapping[str, object], machine: Mapping[str, str]) -> list[str]:
+    """The last sections of every page: what it was measured with, and on."""
+    return [
+        table(["setting", ""], [[name, str(value)] for name, value in settings.items()]),
+        table(["machine", ""], [[name, value] for name, value in machine.items()]),
+    ]
+
+
+def flat_provenance(
+    settings: Mapping[str, object], machine: Mapping[str, str]
+) -> dict[str, object]:
+    """The same as the last of the flat keys."""
+    on = {f"machine_{name.replace('-', '_')}": value for name, value in machine.items()}
+    return dict(settings) | on
 
 
 def number(value: float | None, form: str) -> str:

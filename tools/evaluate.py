@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
 from megatron.boost.evaluation.evaluate import LONGEST_WINDOW_UNASKED, Request, evaluate
+from megatron.boost.evaluation.model_flags import add_model_flags
 from megatron.boost.evaluation.ranks import notices_kept_away, one_refusal, rank
 
 
@@ -56,9 +57,7 @@ def _parser() -> ToolParser:
         "Measure a model on text: validation loss, perplexity and bits per byte; alone, or under "
         "torchrun."
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
-    model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
+    add_model_flags(parser)
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PREFIX", help="a data set: PREFIX.bin and PREFIX.idx")
     data.add_argument(
@@ -69,14 +68,6 @@ def _parser() -> ToolParser:
         metavar="A,B,C",
         help="measure the validation part of the data set, as training with this --split takes it "
         "(all of it)",
-    )
-    parser.add_argument(
-        "--ckpt-step", type=whole_number(1), metavar="N", help="the iteration to load (the last)"
-    )
-    parser.add_argument(
-        "--tokenizer-model",
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (the model's own)",
     )
     parser.add_argument(
         "--seq-length",
@@ -110,20 +101,6 @@ def _parser() -> ToolParser:
         default=Request.rows,
         metavar="N",
         help="windows that are scored together (%(default)s)",
-    )
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the weights (as they are stored)",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the modelling code that a Hugging Face folder brings",
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show Megatron's notices, on standard error"
     )
     return parser
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
+from megatron.boost.command_line import ToolParser, run_tool, write_json
 from megatron.boost.cpu import process_group_ended
 from megatron.boost.evaluation.folders import require_hugging_face
 from megatron.boost.evaluation.generation import (
@@ -28,6 +28,7 @@ from megatron.boost.evaluation.generation import (
     complete_all,
     prompts_of,
 )
+from megatron.boost.evaluation.model_flags import add_model_flags
 from megatron.boost.evaluation.of_checkpoint import load_checkpoint, tokenizer_in_checkpoint
 from megatron.boost.evaluation.of_hugging_face import load_folder
 from megatron.boost.evaluation.ranks import (
@@ -114,9 +115,7 @@ def _parser() -> ToolParser:
         "Let a model go on with a prompt, shown as it comes. Under torchrun the ranks share out "
         "several prompts, each with the whole model."
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
-    model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
+    add_model_flags(parser)
     parser.add_argument(
         "--prompt",
         nargs="+",
@@ -151,28 +150,6 @@ def _parser() -> ToolParser:
     )
     parser.add_argument(
         "--seed", type=int, default=Sampling.seed, metavar="N", help="of the samples (%(default)s)"
-    )
-    parser.add_argument(
-        "--ckpt-step", type=whole_number(1), metavar="N", help="the iteration to load (the last)"
-    )
-    parser.add_argument(
-        "--tokenizer-model",
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (the model's own)",
-    )
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the weights (as they are stored)",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the modelling code that a Hugging Face folder brings",
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show libraries' notices, on standard error"
     )
     return parser
 

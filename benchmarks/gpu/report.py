@@ -6,7 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import table
+from benchmarks.report import (
+    flat_provenance,
+    table,
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,7 @@ class GpuReport:
         result |= dict(self.counts)
         for section in self.sections:
             result |= dict(section.flat)
-        machine = {f"machine_{k.replace('-', '_')}": value for k, value in self.machine.items()}
-        return result | dict(self.settings) | machine
+        return result | flat_provenance(self.settings, self.machine)
 
     def json(self) -> str:
         """The flat keys as a file."""
