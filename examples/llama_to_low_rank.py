@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
 POSITIONS = 128
-ROWS = 8
+ROWS = 16
 END = "<|end|>"
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "llama-to-low-rank")
     parser.add_argument("--iterations", type=int, default=40, help="of training with BTP")
-    parser.add_argument("--source-steps", type=int, default=120, help="of the dense model")
+    parser.add_argument("--source-steps", type=int, default=160, help="of the dense model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
     args = parser.parse_args()
     if args.folder.exists():
@@ -47,7 +47,7 @@ def main() -> None:
     losses = {"dense LLaMA": evaluate(folder, "--hf", "llama")}
 
     tool(folder, "checkpoint/convert.py", "import --hf llama --save low-rank --low-rank-arch svd "
-         "--energy 0.95 --calibration train.txt --check")  # fmt: skip
+         "--energy 0.99 --calibration train.txt --check")  # fmt: skip
     losses["imported by SVD"] = evaluate(folder, "--load", "low-rank")
 
     tool(folder, "preprocess_data.py", "--input train.jsonl --output-prefix train "
@@ -94,7 +94,9 @@ def train_dense(folder: Path, steps: int) -> None:
     """Train a tokenizer and a LLaMA with transformers, and save both in `folder`/llama."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     bpe = ByteLevelBPETokenizer()
     bpe.train([str(folder / "train.txt")], vocab_size=VOCABULARY, special_tokens=[END])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END)
