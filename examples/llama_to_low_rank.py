@@ -57,7 +57,7 @@ def main() -> None:
         "torchrun --nproc-per-node 2 pretrain_gpt.py --load low-rank --use-checkpoint-args "
         f"--tensor-model-parallel-size 2 --seq-length {POSITIONS} "
         f"--micro-batch-size {ROWS} --global-batch-size {ROWS} --train-iters {args.iterations} "
-        "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 4 --clip-grad 1.0 "
+        "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --clip-grad 1.0 "
         "--data-path train_text_document --split 100,0,0 --eval-interval 1000 --eval-iters 0 "
         "--save trained --save-interval 1000 --log-interval 10",
     )

@@ -29,6 +29,7 @@ from megatron.boost.flags import (
     refuse_in_one_line,
 )
 from megatron.boost.idle_flags import refuse_idle_flags
+from megatron.boost.learning_rate import check_schedule
 from megatron.boost.megatron_flags import refuse_unsupported
 from megatron.boost.stored_run import with_stored_arguments
 
@@ -152,6 +153,8 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append("fusions of Transformer Engine: off, it is not installed")
     refuse_unsupported(parser, arguments, argv, low_rank.arch)
     _check_sizes(arguments, low_rank)
+    if not arguments.skip_train:
+        check_schedule(arguments)
     return [*argv, *added], said
 
 
