@@ -21,7 +21,7 @@ from benchmarks.harness import (
 from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Variant, half_depth
 
 # For the full sizes in fp32 on CPU, TP 2 over gloo's loopback.
-TARGETS = {"full_rank_over_btp": 1.55, "vanilla_over_btp": 1.3}
+TARGETS = {"full_rank_over_btp": 1.9, "vanilla_over_btp": 1.3}
 GUARD_LIMIT = 1.03
 """How long our layers may take at TP 1, in iterations of plain PyTorch."""
 
