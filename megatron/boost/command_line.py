@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +23,9 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, allow_abbrev=False)
-        self.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+        self.add_argument(
+            "--json", type=output_file, metavar="FILE", help="write the result as JSON"
+        )
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
@@ -60,6 +63,29 @@ def whole_number(minimum: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file that `write_text` can write, there or not yet, in a folder that may
+    have to be made. Nothing is left behind by finding that out."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} is a folder; nearest legal value: {path / 'result.json'}"
+        )
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no regular file, and a file is written")
+    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {folder} is no folder")
+    try:
+        # What the permissions say is not all: the disk may be mounted to be read only.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written: {folder}: {error.strerror}"
+        ) from None
+    return path
 
 
 def print_error(message: str) -> None:

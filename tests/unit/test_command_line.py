@@ -1,6 +1,7 @@
 """What a user sees when a tool is called wrongly or fails."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -72,6 +73,39 @@ def test_json_is_written_whole_into_a_new_folder(tmp_path):
 
     assert json.loads(path.read_text()) == {"loss": 1.5}
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("there", "there is a folder; nearest legal value: there/result.json"),
+        ("file/result.json", "file/result.json cannot be written: .*/file is no folder"),
+        ("file/new/result.json", "file/new/result.json cannot be written: .*/file is no folder"),
+        ("lost/result.json", "lost/result.json cannot be written: .*/lost is no folder"),
+        ("/dev/null", "/dev/null is no regular file"),
+        ("/proc/result.json", "/proc/result.json cannot be written: /proc: "),
+    ],
+)
+def test_a_place_for_json_that_cannot_be_written_is_refused_before_any_work(
+    parser, capsys, tmp_path, monkeypatch, path, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "lost").symlink_to("nowhere")
+
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(["--json", path])
+
+    assert exit_.value.code == 2
+    assert re.match(f"error: --json: {message}.*\n\\Z", capsys.readouterr().err)
+
+
+def test_a_place_for_json_is_left_as_it_was_until_there_is_a_result(parser, tmp_path):
+    for path in (tmp_path / "result.json", tmp_path / "new" / "folder" / "result.json"):
+        assert parser.parse_args(["--json", str(path)]).json == path
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tool_runs_from_a_checkout_and_refuses_bad_input(tmp_path):
