@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from boost_layers.config import PROJECTIONS, LowRankConfig
 from megatron.boost.command_line import ToolParser
+from megatron.boost.conversion.calibration import refuse_few_tokens, refuse_short_text
 from megatron.boost.conversion.description import ModelDescription, module_of
 from megatron.boost.conversion.factorisation_settings import (
     FactorisationSettings,
@@ -109,7 +111,7 @@ def test_the_full_ratio_gives_the_dense_weights_back_and_the_rest_untouched() ->
     assert len(others) == 2 * LAYERS + 3
     # k and v have one head of 6: no rank above that exists.
     assert model.description.rank_of("k_proj") == model.description.rank_of("v_proj") == 6
-    assert model.report.notes == ["full rank, since the weight has no more: k 6, v 6"]
+    assert model.report.notes[0] == "full rank, since the weight has no more: k 6, v 6"
     assert model.report.values()["least_energy_kept"] == pytest.approx(1.0, abs=1e-12)
 
 
@@ -259,6 +261,60 @@ def test_calibration_keeps_the_models_outputs_better_on_that_text(text: Path) ->
         assert (
             row.fit.output_error is not None and row.fit.output_error < row.fit.weight_error + 1e-6
         )
+
+
+@pytest.mark.parametrize("known", ["the dog " * 5, TEXT * 20])
+def test_text_that_leaves_moments_singular_is_refused(tmp_path: Path, known: str) -> None:
+    tokenizer = save_small_tokenizer(tmp_path)
+    (tmp_path / "text.txt").write_text(known)
+    few = len(tokenizer(known)["input_ids"])
+    flags = f"--energy 0.9 --calibration {tmp_path / 'text.txt'}"
+    for limit in (1, 23):
+        with pytest.raises(ValueError, match=rf"--calibration-tokens {limit}: .*24 .*value: 24$"):
+            factorised(f"{flags} --calibration-tokens {limit}", tokenizer=tmp_path)
+    if few >= 24:
+        factorised(f"{flags} --calibration-tokens 24", tokenizer=tmp_path)
+        return
+    with pytest.raises(ValueError, match=f"text.txt: {few} tokens .*24 inputs.* of 24 tokens$"):
+        factorised(flags, tokenizer=tmp_path)
+
+
+def test_calibration_tokens_below_whole_sequences_of_the_inputs_are_refused() -> None:
+    refuse_few_tokens(24, 10, limit=30)
+    refuse_short_text(Path("x"), 24, 10, tokens=30)
+    # Two sequences of 10 would be read.
+    with pytest.raises(ValueError, match="--calibration-tokens 29: .*nearest legal value: 30"):
+        refuse_few_tokens(24, 10, limit=29)
+    with pytest.raises(ValueError, match="--calibration x: 20 tokens .* a text of 30 tokens"):
+        refuse_short_text(Path("x"), 24, 10, tokens=20)
+
+
+def test_a_broken_tokenizer_is_named(text: Path, tmp_path: Path) -> None:
+    for damage in ("{", '{"model": {"type": "none"}}'):
+        (tmp_path / "tokenizer.json").write_text(damage)
+        with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json: no tokenizer can be"):
+            factorised(f"--energy 0.9 --calibration {text / 'text.txt'}", tokenizer=tmp_path)
+
+
+def test_transformers_has_nothing_to_say_of_the_layer_that_calibrates(
+    text: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    source = replace(SOURCE, bos_token_id=5, eos_token_id=(6, 7), pad_token_id=8)
+    line = f"--low-rank-rank 6 --calibration {text / 'text.txt'} --calibration-tokens 600"
+    made(FactorisedModel(source, reading([]), settings(line), tokenizer=text))
+    logging.disable_propagation()
+    assert caplog.text == "" and "".join(capfd.readouterr()) == ""
+
+
+@pytest.mark.parametrize("line", ["--energy 1", "--parameter-budget 5M", "--low-rank-ratio 1.0"])
+def test_a_low_rank_model_that_is_larger_than_the_dense_one_is_told_of(line: str) -> None:
+    report = factorised(line).report
+    assert report.parameters_after > report.parameters_before
+    (note,) = [note for note in report.notes if "larger than the dense one" in note]
+    assert f"{report.parameters_after:,} parameters instead of {report.parameters_before:,}" in note
 
 
 def test_calibrated_ranks_by_energy_read_every_layer_twice_and_one_at_a_time(text: Path) -> None:

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(here / "llama", Variant({"num_key_value_heads": 2, **sizes}))
     save_cola(here / "cola", PLAIN, "ColaForCausalLM")
     for name in ("sample.txt", "held-out.txt"):
-        (here / name).write_text(TEXT)
+        (here / name).write_text(TEXT * 20)
     (here / "my-text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * 40)
     return here
 

@@ -30,6 +30,66 @@ _BLOCK_CHARACTERS = 1 << 20
 _SEQUENCES_AT_ONCE = 4
 
 
+def calibration_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the source model, of the files in its folder alone.
+
+    Raises:
+        ValueError: for files that are no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as fault:  # the libraries raise KeyError and bare Exceptions for bad files
+        damaged = folder / "tokenizer.json"
+        reason = (str(fault).strip() or repr(fault)).splitlines()[0]
+        raise ValueError(
+            f"--calibration: {damaged if damaged.is_file() else folder}: no tokenizer can be made "
+            f"of it ({reason})"
+        ) from fault
+
+
+def refuse_few_tokens(inputs: int, length: int, *, limit: int) -> None:
+    """Raise ValueError for a `--calibration-tokens` below the number of a projection's inputs.
+
+    H of fewer tokens than it has rows is singular: directions that no token reached would count
+    for nothing, and the energies that are kept would be shares of too little.
+
+    Args:
+        inputs: of the widest projection.
+        length: tokens of a sequence, of which only whole ones are used.
+        limit: the value of the flag.
+    """
+    if (limit // length * length or limit) < inputs:
+        raise ValueError(
+            f"--calibration-tokens {limit}: a projection has {inputs} inputs, which fewer tokens "
+            f"do not tell apart; nearest legal value: {_least_tokens(inputs, length)}"
+        )
+
+
+def refuse_short_text(path: Path, inputs: int, length: int, *, tokens: int) -> None:
+    """Raise ValueError for a text with fewer tokens than a projection has inputs, as
+    `refuse_few_tokens` does.
+
+    Args:
+        path: of the text.
+        inputs: of the widest projection.
+        length: tokens of a sequence, of which only whole ones are used.
+        tokens: how many were found.
+    """
+    if tokens < inputs:
+        raise ValueError(
+            f"--calibration {path}: {tokens} tokens of it can be used, and a projection has "
+            f"{inputs} inputs, which fewer tokens do not tell apart; nearest legal value: a text "
+            f"of {_least_tokens(inputs, length)} tokens"
+        )
+
+
+def _least_tokens(inputs: int, length: int) -> int:
+    """In sequences of `length`, or in one that is shorter."""
+    return inputs if inputs < length else -(-inputs // length) * length
+
+
 def calibration_tokens(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, limit: int
 ) -> Tensor:
@@ -162,8 +222,9 @@ def _one_layer(config: LlamaConfig) -> Any:
     """transformers' model of one layer, in fp32, without embedding and final norm."""
     from transformers import LlamaConfig, LlamaModel
 
-    settings = {**config.to_dict(), "num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None}
-    settings["layer_types"] = None
+    settings = {**config.to_dict(), "num_hidden_layers": 1, "vocab_size": 1, "layer_types": None}
+    # transformers warns of ids that are no row of the vocabulary.
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     settings.pop("dtype", None)
     settings.pop("torch_dtype", None)
     model = LlamaModel(LlamaConfig(**settings)).eval()

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from boost_layers.config import PROJECTIONS, flag_of
 from boost_layers.initialization import balanced_factors, draw_uniform
-from megatron.boost.conversion.calibration import LayerInputs, calibration_tokens
+from megatron.boost.conversion.calibration import (
+    LayerInputs,
+    calibration_tokenizer,
+    calibration_tokens,
+    refuse_few_tokens,
+    refuse_short_text,
+)
 from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.description import EMBEDDING, ModelDescription, module_of
 from megatron.boost.conversion.factorisation_report import FactorisationReport
@@ -87,7 +93,11 @@ class FactorisedModel:
             source.parameter_count(),
             self.description.parameter_count(),
             calibration_tokens=0 if self._tokens is None else self._tokens.numel(),
-            notes=[*notes, *_notes_on_function(self.description)],
+            notes=[
+                *notes,
+                *_notes_on_size(source, self.description),
+                *_notes_on_function(self.description),
+            ],
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -201,15 +211,13 @@ class FactorisedModel:
                 f"--calibration {path}: the source has no tokenizer to read it with; "
                 "nearest legal value: leave it out"
             )
-        from transformers import AutoTokenizer
-
         length = min(self.source.max_positions, _LONGEST_SEQUENCE)
-        return calibration_tokens(
-            path,
-            AutoTokenizer.from_pretrained(tokenizer, local_files_only=True),
-            length,
-            self.settings.calibration_tokens,
-        )
+        limit = self.settings.calibration_tokens
+        inputs = max(self.source.width_of(name)[1] for name in PROJECTIONS)
+        refuse_few_tokens(inputs, length, limit=limit)
+        tokens = calibration_tokens(path, calibration_tokenizer(tokenizer), length, limit)
+        refuse_short_text(path, inputs, length, tokens=tokens.numel())
+        return tokens
 
     def _enter(self, layer: int) -> None:
         """Go on to a layer: with calibration its weights are read and its moments found."""
@@ -350,6 +358,17 @@ def _closed_gate(name: str, description: ModelDescription) -> Tensor:
         drawn = draw_uniform(shape, bound, seed, name, torch.device("cpu"))
         return drawn.to(description.dtype)
     return torch.zeros(shape, dtype=description.dtype)
+
+
+def _notes_on_size(source: ModelDescription, made: ModelDescription) -> list[str]:
+    """That both factors of a high rank are more than the weight was."""
+    before, after = source.parameter_count(), made.parameter_count()
+    if after <= before:
+        return []
+    return [
+        f"the low-rank model is larger than the dense one: {after:,} parameters instead of "
+        f"{before:,}; lower ranks, or --parameter-budget with a share below 1, make it smaller"
+    ]
 
 
 def _notes_on_function(description: ModelDescription) -> list[str]:
