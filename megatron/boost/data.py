@@ -66,7 +66,8 @@ def refuse_missing_data(arguments: Namespace) -> None:
             missing = [end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
             if missing and "://" not in prefix:
                 known = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
-                near = difflib.get_close_matches(prefix, known, n=1, cutoff=0.0)
+                others = [name for name in known if name != prefix]
+                near = difflib.get_close_matches(prefix, others, n=1, cutoff=0.0)
                 raise ValueError(
                     f"{_data_flag(arguments, prefix)} {prefix}: there is no {prefix}{missing[0]}"
                     + (f"; the nearest is {near[0]}" if near else "")

@@ -144,7 +144,7 @@ def test_a_text_becomes_sequences_with_the_tokenizers_own_beginning(tmp_path: Pa
 def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
     known = tokenizer(with_bos=True)
     missing = tmp_path / "none.txt"
-    with pytest.raises(ValueError, match=f"--calibration {missing}: there is no such file"):
+    with pytest.raises(ValueError, match=f"--calibration {missing}: no such file"):
         calibration_tokens(missing, known, 8, 100)
     for content, message in ((b"", "no text"), (b"w1 \xff\xfe w2", "no UTF-8")):
         with pytest.raises(ValueError, match=f"--calibration .*: .*{message}"):

@@ -135,8 +135,12 @@ REFUSED: dict[str, tuple[Sequence[str], str]] = {
     "no command": ((), "command"),
     "unknown command": (("exprot",), "exprot"),
     "unknown flag": (("import", "--hf", "x", "--save", "y", "--chekc"), "the nearest is --check"),
-    "no source": (("import", "--hf", "x", "--save", "y"), "x: there is no such folder"),
-    "no checkpoint": (("export", "--load", "x", "--hf", "y"), "x: there is no such folder"),
+    "no source": (("import", "--hf", "x", "--save", "y"), "x: no such folder"),
+    "a file": (
+        ("import", "--hf", __file__, "--save", "y"),
+        "py: is a file, and a folder is wanted",
+    ),
+    "no checkpoint": (("export", "--load", "x", "--hf", "y"), "x: no such folder"),
     "size": (("export", "--load", "x", "--hf", "y", "--max-shard-size", "5 potatoes"), "5 potat"),
     "occupied": (("export", "--load", "x", "--hf", "."), "is there already and not empty"),
 }

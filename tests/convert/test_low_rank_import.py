@@ -145,7 +145,7 @@ def test_a_dry_run_shows_what_is_truncated_and_writes_nothing(
         ("--low-rank-arch none --low-rank-rank 4", "--low-rank-rank: has an effect on low-rank"),
         ("--low-rank-arch svd --low-rank-rank 99", "--low-rank-rank 99: larger than"),
         ("--low-rank-arch svd --parameter-budget 5", "--parameter-budget 5: .*smallest ranks"),
-        ("--low-rank-arch svd --calibration no.txt", "--calibration no.txt: there is no such file"),
+        ("--low-rank-arch svd --calibration no.txt", "--calibration no.txt: no such file"),
     ],
 )
 def test_refusals_come_before_anything_is_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -184,12 +185,15 @@ def test_it_ends_at_the_models_end_of_text_and_at_its_positions(
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({"max_new_tokens": 0}, "--max-new-tokens 0: nearest legal value: 1"),
-        ({"top_k": 0}, "--top-k 0: nearest legal value: 1"),
-        ({"top_p": 1.5}, "--top-p 1.5: nearest legal value: 1.0"),
-        ({"top_p": 0.0}, "--top-p 0.0: nearest legal value: 0.01"),
-        ({"temperature": -1.0}, "--temperature -1.0: nearest legal value: 0"),
-        ({"temperature": float("nan")}, "--temperature nan: nearest legal value: 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0: must be at least 1; nearest legal value: 1$"),
+        ({"top_k": 0}, "--top-k 0: must be at least 1; nearest legal value: 1$"),
+        ({"top_p": 1.5}, "--top-p 1.5: must be above 0 and at most 1; nearest .* value: 1.0$"),
+        ({"top_p": 0.0}, "--top-p 0.0: must be above 0 .*; nearest legal value: 0.01$"),
+        ({"top_p": float("nan")}, "--top-p nan: must be above 0 .*; nearest legal value: 1.0$"),
+        ({"temperature": -1.0}, "--temperature -1.0: must be .*; nearest legal value: 0$"),
+        ({"temperature": float("nan")}, "--temperature nan: must be .* finite; .* value: 1.0$"),
+        ({"seed": 10**20}, f"--seed {10**20}: .*; nearest legal value: {2**64 - 1}$"),
+        ({"seed": -(10**20)}, f"--seed -{10**20}: .*; nearest legal value: -{2**63}$"),
         ({"temperature": 0.0, "top_k": 5}, "--temperature 0: is greedy, and --top-k"),
     ],
 )
@@ -217,6 +221,29 @@ def test_prompts_come_from_words_files_and_standard_input(tmp_path: Path) -> Non
     file.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="--prompt-file .*: invalid UTF-8 at byte 1"):
         prompts_of([], [file], piped)
+    with pytest.raises(ValueError, match="--prompt-file .*: is a folder, and a file is wanted$"):
+        prompts_of([], [tmp_path], piped)
+
+
+def test_prompts_that_are_no_utf_8_are_refused() -> None:
+    for given in (b"h\xc3\xa9", b"plain"):
+        # As Python hands arguments on under an ASCII locale.
+        assert prompts_of([given.decode("ascii", "surrogateescape")], [], io.StringIO()) == [
+            given.decode()
+        ]
+    with pytest.raises(ValueError, match="^--prompt 'a.udc80': invalid UTF-8 at byte 2 .invalid"):
+        prompts_of(["one", os.fsdecode(b"a\x80")], [], io.StringIO())
+    for errors in ("strict", "surrogateescape"):
+        piped = io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8", errors)
+        with pytest.raises(ValueError, match="^--prompt -: invalid UTF-8 at byte 3 .invalid"):
+            prompts_of([], [], piped)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_the_seeds_at_the_limits_are_torchs(seed: int) -> None:
+    torch.Generator().manual_seed(Sampling(seed=seed).seed)
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.Generator().manual_seed(seed + (1 if seed > 0 else -1))
 
 
 def test_what_a_prompt_cannot_be(model: LlamaForCausalLM, folder: Path, tmp_path: Path) -> None:

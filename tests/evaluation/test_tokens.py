@@ -123,6 +123,8 @@ def test_text_that_cannot_be_read_is_refused(
         file.write_bytes(content)
     with pytest.raises(ValueError, match=refusal):
         tokens_of_text([file], tokenizer)
+    with pytest.raises(ValueError, match=f"--text {tmp_path}: is a folder, and a file is wanted$"):
+        tokens_of_text([tmp_path], tokenizer)
 
 
 def test_data_that_is_not_there_or_damaged_is_refused(tmp_path: Path) -> None:
@@ -131,6 +133,10 @@ def test_data_that_is_not_there_or_damaged_is_refused(tmp_path: Path) -> None:
         IndexedTokens(f"{prefix}.bin")
     with pytest.raises(ValueError, match=f"there is no .*; the nearest is {prefix}$"):
         IndexedTokens(str(tmp_path / "data_text_documen"))
+    Path(f"{prefix}.bin").rename(tmp_path / "away.bin")
+    with pytest.raises(ValueError, match=f"--data {prefix}: there is no file {prefix}.bin$"):
+        IndexedTokens(prefix)
+    (tmp_path / "away.bin").rename(f"{prefix}.bin")
     Path(f"{prefix}.idx").write_bytes(b"MMIDIDX")
     with pytest.raises(ValueError, match=f"--data {prefix}: cannot be read"):
         IndexedTokens(prefix)

@@ -156,7 +156,7 @@ def test_wrong_folders_generate_nothing(folder: Path, tmp_path: Path) -> None:
         (["--load", tmp_path], f"--load {tmp_path}: .*holds no checkpoint"),
         (["--hf", tmp_path], f"--hf {tmp_path}: has no config.json"),
         (["--hf", folder, "--tokenizer-model", tmp_path], "--tokenizer-model .*: no Hugging Face"),
-        (["--hf", folder, "--top-p", 2], "--top-p 2.0: nearest legal value: 1.0"),
+        (["--hf", folder, "--top-p", 2], "--top-p 2.0: must be .*nearest legal value: 1.0"),
     ):
         with pytest.raises(ValueError, match=refusal):
             generate(*argv, *prompt)

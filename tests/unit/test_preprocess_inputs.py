@@ -1,8 +1,10 @@
 """Reading documents: order, encodings, and what is refused, by file and line."""
 
+from pathlib import Path
+
 import pytest
 
-from megatron.boost.preprocessing.inputs import InputFile, find_inputs
+from megatron.boost.preprocessing.inputs import InputFile, find_inputs, nearest_path, why_not
 from megatron.boost.preprocessing.records import BadRecord, Position, RecordReader, parse_texts
 
 
@@ -161,3 +163,16 @@ def test_unusable_inputs_are_refused_with_the_nearest_usable_one(tmp_path):
         find_inputs([tmp_path / "corpus.csv"])
     with pytest.raises(ValueError, match=r"--input .*empty: the folder has no \.txt"):
         find_inputs([tmp_path / "empty"])
+    with pytest.raises(ValueError, match=r"--input /dev/null: is no regular file; a file or fol"):
+        find_inputs([Path("/dev/null")])
+
+
+def test_a_path_is_not_answered_with_itself(tmp_path):
+    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "file").touch()
+
+    assert why_not(tmp_path, "file") == "is a folder, and a file is wanted"
+    assert why_not(tmp_path / "file", "folder") == "is a file, and a folder is wanted"
+    assert why_not(tmp_path / "link", "file") == "is a link to gone, which is not there"
+    assert why_not(tmp_path / "filo", "file") == f"no such file; the nearest is {tmp_path}/file"
+    assert nearest_path(tmp_path / "file") == ""

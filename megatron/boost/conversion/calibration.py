@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron.boost.preprocessing.inputs import why_not
+
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerBase
 
@@ -128,7 +130,7 @@ def calibration_tokens(
 def _blocks(path: Path, flag: str) -> Iterator[str]:
     """The text in blocks that end with a line, as far as lines are not endless."""
     if not path.is_file():
-        raise ValueError(f"{flag}: there is no such file")
+        raise ValueError(f"{flag}: {why_not(path, 'file')}")
     try:
         with path.open(encoding="utf-8-sig") as text:
             while block := text.read(_BLOCK_CHARACTERS):

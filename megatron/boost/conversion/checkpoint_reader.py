@@ -38,6 +38,7 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
+from megatron.boost.preprocessing.inputs import why_not
 from megatron.boost.stored_run import TRACKER
 
 _COMMON = "common_state/shard_0_1"
@@ -344,7 +345,7 @@ def _folder_of(root: Path, step: int | None) -> Path:
         ValueError: if it is not there or not complete.
     """
     if not root.is_dir():
-        raise ValueError(f"{root}: there is no such folder")
+        raise ValueError(f"{root}: {why_not(root, 'folder')}")
     complete = sorted(path.parent for path in root.glob("iter_*/metadata.json"))
     if (root / "release" / "metadata.json").is_file():
         complete.append(root / "release")

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.boost.conversion.output_folder import new_folder
+from megatron.boost.preprocessing.inputs import why_not
 
 _SAFE = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
@@ -86,7 +87,7 @@ class HfReader:
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder}: there is no such folder")
+            raise ValueError(f"{self.folder}: {why_not(self.folder, 'folder')}")
         if not path.is_file():
             raise ValueError(f"{self.folder}: has no config.json, so it is no Hugging Face model")
         return _json_object(path)

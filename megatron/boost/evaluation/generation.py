@@ -15,10 +15,12 @@ import torch
 from torch import distributed
 
 from megatron.boost.evaluation.of_hugging_face import quiet_transformers
-from megatron.boost.preprocessing.inputs import nearest_path
+from megatron.boost.preprocessing.inputs import why_not
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +45,45 @@ class Sampling:
     """Every prompt is sampled from this seed, whatever was generated before it."""
 
     def __post_init__(self) -> None:
-        for flag, value, legal, nearest in (
-            ("--max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, 1),
-            ("--top-k", self.top_k, self.top_k is None or self.top_k >= 1, 1),
+        for flag, value, legal, rule, nearest in (
+            (
+                "--max-new-tokens",
+                self.max_new_tokens,
+                self.max_new_tokens >= 1,
+                "must be at least 1",
+                1,
+            ),
+            (
+                "--top-k",
+                self.top_k,
+                self.top_k is None or self.top_k >= 1,
+                "must be at least 1",
+                1,
+            ),
             (
                 "--top-p",
                 self.top_p,
                 self.top_p is None or 0 < self.top_p <= 1,
-                1.0 if self.top_p is not None and self.top_p > 1 else 0.01,
+                "must be above 0 and at most 1",
+                0.01 if self.top_p is not None and self.top_p <= 0 else 1.0,
             ),
             (
                 "--temperature",
                 self.temperature,
                 self.temperature is None or 0 <= self.temperature < float("inf"),
-                0,
+                "must be a number from 0 on, and finite",
+                0 if self.temperature is not None and self.temperature < 0 else 1.0,
+            ),
+            (
+                "--seed",
+                self.seed,
+                _SMALLEST_SEED <= self.seed <= _LARGEST_SEED,
+                f"must be from {_SMALLEST_SEED} to {_LARGEST_SEED}, as torch takes them",
+                _LARGEST_SEED if self.seed > 0 else _SMALLEST_SEED,
             ),
         ):
             if not legal:
-                raise ValueError(f"{flag} {value}: nearest legal value: {nearest}")
+                raise ValueError(f"{flag} {value}: {rule}; nearest legal value: {nearest}")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
                 "--temperature 0: is greedy, and --top-k and --top-p sample; nearest legal value: "
@@ -272,20 +295,34 @@ def prompts_of(texts: Sequence[str], files: Sequence[Path], standard_input: Text
     """
     prompts = []
     for text in texts or ([] if files else ["-"]):
-        prompts.append(_from(standard_input) if text == "-" else text)
+        prompts.append(_from(standard_input) if text == "-" else _utf_8(f"--prompt {text!r}", text))
     for file in files:
         if not file.is_file():
-            raise ValueError(f"--prompt-file {file}: no such file{nearest_path(file)}")
+            raise ValueError(f"--prompt-file {file}: {why_not(file, 'file')}")
         try:
             prompts.append(file.read_bytes().decode("utf-8-sig").removesuffix("\n"))
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--prompt-file {file}: invalid UTF-8 at byte {error.start + 1} ({error.reason})"
-            ) from None
+            raise _no_utf_8(f"--prompt-file {file}", error) from None
     return prompts
 
 
 def _from(standard_input: TextIO) -> str:
     if standard_input.isatty():
         raise ValueError('--prompt: is missing; nearest legal value: --prompt "Once upon a time"')
-    return standard_input.read().removesuffix("\n")
+    try:
+        text = standard_input.read()
+    except UnicodeDecodeError as error:
+        raise _no_utf_8("--prompt -", error) from None
+    return _utf_8("--prompt -", text).removesuffix("\n")
+
+
+def _utf_8(where: str, text: str) -> str:
+    """`text`, in which Python would have left bytes that are no UTF-8 as halves of surrogates."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        raise _no_utf_8(where, error) from None
+
+
+def _no_utf_8(where: str, error: UnicodeEncodeError | UnicodeDecodeError) -> ValueError:
+    return ValueError(f"{where}: invalid UTF-8 at byte {error.start + 1} ({error.reason})")

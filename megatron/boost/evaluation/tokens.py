@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from megatron.boost.preprocessing.inputs import nearest_path
+from megatron.boost.preprocessing.inputs import nearest_path, why_not
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +75,12 @@ class IndexedTokens:
         for ending in (".idx", ".bin"):
             file = Path(prefix + ending)
             if not file.is_file():
-                near = nearest_path(file).removesuffix(ending)
-                raise ValueError(f"--data {prefix}: there is no {file}{near}")
+                near = nearest_path(file)
+                if not near.endswith(ending):
+                    near = ""
+                raise ValueError(
+                    f"--data {prefix}: there is no file {file}{near.removesuffix(ending)}"
+                )
         try:
             self._data = IndexedDataset(prefix)
         except Exception as failure:  # whatever damaged files make the reader raise
@@ -135,7 +139,7 @@ def tokens_of_text(
     documents, sizes = [], []
     for file in files:
         if not file.is_file():
-            raise ValueError(f"--text {file}: no such file{nearest_path(file)}")
+            raise ValueError(f"--text {file}: {why_not(file, 'file')}")
         try:
             text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron.boost.preprocessing.streams import COMPRESSED_SUFFIXES
 
@@ -48,7 +48,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
                 raise ValueError(f"--input {path}: the folder has no {_KINDS}")
             files.extend(sorted(found, key=lambda file: file.relative_to(path).as_posix()))
         elif not path.is_file():
-            raise ValueError(f"--input {path}: no such file or folder{nearest_path(path)}")
+            raise ValueError(f"--input {path}: {why_not(path, 'file or folder')}")
         elif not _is_supported(path):
             raise ValueError(f"--input {path}: not a {_KINDS}")
         else:
@@ -56,11 +56,24 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
     return files
 
 
+def why_not(path: Path, wanted: Literal["file", "folder", "file or folder"]) -> str:
+    """Why a path is not what is wanted: there is nothing, and what is nearest, or another thing."""
+    if path.is_dir():
+        return "is a folder, and a file is wanted"
+    if path.is_file():
+        return "is a file, and a folder is wanted"
+    if path.exists():
+        return f"is no regular file; a {wanted} is wanted"
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}, which is not there"
+    return f"no such {wanted}{nearest_path(path)}"
+
+
 def nearest_path(path: Path) -> str:
     """`; the nearest is …` for a path that does not exist, or nothing when none is near."""
     if not path.parent.is_dir():
         return ""
-    siblings = [sibling.name for sibling in path.parent.iterdir()]
+    siblings = [sibling.name for sibling in path.parent.iterdir() if sibling.name != path.name]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return f"; the nearest is {path.parent / near[0]}" if near else ""
 
