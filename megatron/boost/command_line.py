@@ -66,8 +66,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that `write_text` can write, there or not yet, in a folder that may
-    have to be made. Nothing is left behind by finding that out."""
+    """An argparse type: a file that `write_text` can write, there or not yet."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(
@@ -75,17 +74,23 @@ def output_file(text: str) -> Path:
         )
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is no regular file, and a file is written")
+    if reason := why_unwritable(path):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    return path
+
+
+def why_unwritable(path: Path) -> str:
+    """Why no file can be made at a path, whose folder may have to be made first; "" where one can.
+    Nothing is left behind by finding that out."""
     folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {folder} is no folder")
+        return f"{folder} is no folder"
     try:
         # What the permissions say is not all: the disk may be mounted to be read only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text} cannot be written: {folder}: {error.strerror}"
-        ) from None
-    return path
+        return f"{folder}: {error.strerror}"
+    return ""
 
 
 def print_error(message: str) -> None:

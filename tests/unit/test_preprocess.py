@@ -2,6 +2,8 @@
 
 import json
 import random
+import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,6 +215,50 @@ def test_tokenizers_are_refused_by_name(tmp_path, tokenizer_model):
         run(tmp_path / "endles")
     with pytest.raises(ValueError, match=r"--tokenizer-model .*void: no Hugging Face tokenizer"):
         run(tmp_path / "void")
+
+
+def test_a_tokenizer_that_is_not_there_is_not_looked_for_in_a_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").touch()
+
+    def connect(*_):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    for name in ("nope/nope", "gpt2"):
+        with pytest.raises(ValueError, match=f"^--tokenizer-model {name}: no such folder"):
+            load_tokenizer(name)
+    with pytest.raises(ValueError, match=r"a\.json: is a file, and a folder is wanted"):
+        load_tokenizer("a.json")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ("corpus.jsonl/x", "x_text_document.bin cannot be written: .*corpus.jsonl is no folder"),
+        ("corpus.jsonl/new/x", "cannot be written: .*corpus.jsonl is no folder"),
+        ("/proc/x", "/proc/x_text_document.bin cannot be written: /proc: "),
+        ("taken", "taken_text_document.idx is a folder, and a file is to be written there"),
+        ("busy", "busy.partial is no folder"),
+    ],
+)
+def test_a_place_that_takes_no_data_set_is_refused_before_any_work(
+    tmp_path, monkeypatch, prefix, message
+):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    (tmp_path / "taken_text_document.idx").mkdir()
+    (tmp_path / "busy.partial").touch()
+    before = sorted(tmp_path.iterdir())
+
+    # There is no such tokenizer, so it was not even loaded.
+    with pytest.raises(ValueError, match=f"^--output-prefix {prefix}: .*{message}"):
+        preprocess([Path("corpus.jsonl")], prefix, EncodingSettings("none"))
+    with pytest.raises(ValueError, match="^--json-keys a/b: .*nearest legal value: a_b"):
+        preprocess([Path("corpus.jsonl")], "y", EncodingSettings("none", ("a/b",)))
+
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_token_that_does_not_fit_into_megatrons_type_is_refused(tmp_path):

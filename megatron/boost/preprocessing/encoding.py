@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.boost.preprocessing.dataset import token_dtype
-from megatron.boost.preprocessing.inputs import nearest_path
+from megatron.boost.preprocessing.inputs import why_not
 from megatron.boost.preprocessing.pieces import (
     PIECE_BYTES,
     NoJoint,
@@ -44,7 +44,7 @@ class EncodingSettings:
     """What decides a record's token ids."""
 
     tokenizer_model: str
-    """Folder of a Hugging Face tokenizer, its tokenizer.json, or a name on the hub."""
+    """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
 
@@ -250,21 +250,17 @@ class Encoder:
 
 
 def load_tokenizer(tokenizer_model: str) -> "PreTrainedTokenizerBase":
-    """Load a Hugging Face tokenizer from a folder, its tokenizer.json, or the hub (`owner/name`).
-
-    Only a name that can be no local path is looked for on the hub. Raises `ValueError` when there
-    is no tokenizer.
-    """
+    """Load a Hugging Face tokenizer from a folder, or its tokenizer.json; nothing is asked of a
+    network. Raises `ValueError` when there is no tokenizer."""
     from transformers import AutoTokenizer
 
     path = Path(tokenizer_model)
     if path.name == "tokenizer.json":
         path = path.parent
-    on_the_hub = len(path.parts) == 2 and not path.parent.exists()
-    if not path.is_dir() and not on_the_hub:
-        raise ValueError(f"--tokenizer-model {tokenizer_model}: no such folder{nearest_path(path)}")
+    if not path.is_dir():
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: {why_not(path, 'folder')}")
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # the libraries raise KeyError and bare Exceptions for bad files
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(

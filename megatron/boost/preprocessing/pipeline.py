@@ -1,6 +1,7 @@
 """Text files in, Megatron's indexed data sets out."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from megatron.boost.command_line import why_unwritable
 from megatron.boost.preprocessing.dataset import (
     MAX_DOCUMENT_TOKENS,
     DataSetWriter,
@@ -138,6 +140,7 @@ def preprocess(
     """
     files = [InputFile.of(file) for file in find_inputs(inputs)]
     _check_keys(settings.keys, files)
+    _check_output(output_prefix, settings.keys)
     encoder = Encoder(settings)
     with UnfinishedRun(
         Path(f"{output_prefix}.partial"),
@@ -341,8 +344,28 @@ def _described(encoder: Encoder, max_line_bytes: int) -> dict[str, str]:
 def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
     if len(set(keys)) != len(keys):
         raise ValueError(f"--json-keys {' '.join(keys)}: a key is given twice")
+    for key in keys:
+        if "/" in key:
+            raise ValueError(
+                f"--json-keys {key}: names its data set's files, in which / cannot be; nearest "
+                f"legal value: {key.replace('/', '_')}, with the key renamed in the input"
+            )
     for file in files:
         if len(keys) > 1 and file.is_text:
             raise ValueError(
                 f"--json-keys {' '.join(keys)}: {file.path} holds one text only; give one key"
             )
+
+
+def _check_output(output_prefix: str, keys: Sequence[str]) -> None:
+    """Refuse a place that would turn out to be none when all is done."""
+    where = f"--output-prefix {output_prefix}"
+    partial = Path(f"{output_prefix}.partial")
+    if os.path.lexists(partial) and not partial.is_dir():
+        raise ValueError(f"{where}: {partial} is no folder, and what is unfinished goes there")
+    prefixes = [document_prefix(output_prefix, key) for key in keys]
+    for path in [Path(prefix + end) for prefix in prefixes for end in (".bin", ".idx")]:
+        if path.is_dir():
+            raise ValueError(f"{where}: {path} is a folder, and a file is to be written there")
+        if reason := why_unwritable(path):
+            raise ValueError(f"{where}: {path} cannot be written: {reason}")

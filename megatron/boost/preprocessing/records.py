@@ -1,6 +1,7 @@
 """Reading documents from input files, each with the place it came from."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -185,8 +186,9 @@ def parse_texts(record: Record, keys: Sequence[str]) -> list[str]:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise _bad(record, f"invalid JSON at column {error.colno} ({error.msg})") from None
-    except ValueError as error:  # a number with thousands of digits
-        raise _bad(record, f"invalid JSON ({error})") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise _bad(record, f"a number of more than {most:,} digits") from None
     except RecursionError:
         raise _bad(record, "the JSON is nested too deeply") from None
     if not isinstance(document, dict):
