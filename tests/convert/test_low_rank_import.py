@@ -185,7 +185,8 @@ def test_a_model_without_its_activation_so_far_comes_back_as_one(
         assert reader.description.activation_amount == 0.0
         assert reader.arguments.low_rank_act_anneal == steps
     for config, flags, message in (
-        ({"activation_amount": 0.25}, "", "activation_amount 0.25: .*nearest legal value: 0"),
+        ({"activation_amount": 0.25}, "", "activation_amount 0.25: .* 0, of an export from before"),
+        ({"activation_amount": 0.75}, "", "activation_amount 0.75: .* 1, of an export from after"),
         ({"activation_amount": 1.0}, "--low-rank-act-anneal 7", "is whole already; .*value: 0"),
         ({}, "--low-rank-act-anneal 0", "--low-rank-act-anneal 0: .*nearest legal value: 1"),
         ({}, "--low-rank-rank 4", "--low-rank-rank: the source is low-rank already"),

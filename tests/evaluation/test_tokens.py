@@ -98,6 +98,18 @@ def test_bytes_are_those_of_the_text(
         assert sum(shares) == len(text.encode())
 
 
+def test_only_of_a_file_are_the_bytes_of_a_special_tokens_spelling_known(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    spelling = tokenizer.eos_token
+    (tmp_path / "a.txt").write_text(f"the fox{spelling}the dog")
+    stream, sizes = tokens_of_text([tmp_path / "a.txt"], tokenizer)
+    assert stream.read(0, int(stream.boundaries[-1])).tolist().count(tokenizer.eos_token_id) == 1
+    assert sizes == [14 + len(spelling)]
+    parts = segments(stream, "separate", tokenizer.eos_token_id, None)
+    assert text_bytes(stream, parts, tokenizer) == 14
+
+
 def test_a_first_token_that_nothing_predicts_has_no_bytes(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -134,7 +146,7 @@ def test_data_that_is_not_there_or_damaged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"there is no .*; the nearest is {prefix}$"):
         IndexedTokens(str(tmp_path / "data_text_documen"))
     Path(f"{prefix}.bin").rename(tmp_path / "away.bin")
-    with pytest.raises(ValueError, match=f"--data {prefix}: there is no file {prefix}.bin$"):
+    with pytest.raises(ValueError, match=f"--data {prefix}: there is no {prefix}.bin$"):
         IndexedTokens(prefix)
     (tmp_path / "away.bin").rename(f"{prefix}.bin")
     Path(f"{prefix}.idx").write_bytes(b"MMIDIDX")

@@ -507,7 +507,7 @@ def test_data_that_is_not_there_is_refused_with_the_nearest_that_is(tmp_path: Pa
     near, half = prefixes
     assert [answer for answer, _ in found] == [
         f"--data-path {near}: there is no {near}.idx; the nearest is {half}",
-        f"--data-path {half}: there is no {half}.bin; the nearest is {half}",
+        f"--data-path {half}: there is no {half}.bin",
     ]
 
 

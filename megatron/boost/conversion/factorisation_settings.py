@@ -215,9 +215,10 @@ def annealing_steps(source: ModelDescription, given: int | None) -> int:
     flag, amount = flag_of("act_anneal"), source.activation_amount
     if 0.0 < amount < 1.0:
         raise ValueError(
-            f"activation_amount {amount}: φ of the source is on the way, and a checkpoint begins "
-            f"at iteration 0, without φ or with all of it; nearest legal value: {round(amount)}, "
-            "of an export from before or after the annealing"
+            f"config.json: activation_amount {amount}: the source was exported in the midst of "
+            "its annealing, with a part of φ, and an imported checkpoint begins at iteration 0, "
+            f"without φ or with all of it; nearest legal value: {round(amount)}, of an export "
+            f"from {'after' if round(amount) else 'before'} the annealing"
         )
     if amount == 1.0 and given:
         raise ValueError(

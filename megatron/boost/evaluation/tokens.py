@@ -78,9 +78,8 @@ class IndexedTokens:
                 near = nearest_path(file)
                 if not near.endswith(ending):
                     near = ""
-                raise ValueError(
-                    f"--data {prefix}: there is no file {file}{near.removesuffix(ending)}"
-                )
+                near = near.removesuffix(ending)
+                raise ValueError(f"--data {prefix}: there is no {file}{near}")
         try:
             self._data = IndexedDataset(prefix)
         except Exception as failure:  # whatever damaged files make the reader raise
