@@ -31,7 +31,7 @@ from megatron.boost.flags import (
 from megatron.boost.idle_flags import refuse_idle_flags
 from megatron.boost.learning_rate import check_schedule
 from megatron.boost.megatron_flags import refuse_unsupported
-from megatron.boost.stored_run import with_stored_arguments
+from megatron.boost.stored_run import TRACKER, stored_run, with_stored_arguments
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -110,10 +110,8 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
         argv = [*argv, *restored]
         arguments = with_stored_arguments(_parse_only(argv)[0])
-    if arguments.eval_interval is None:
-        raise ValueError(
-            "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
-        )
+    _check_missing(arguments)
+    said += _said_of_load(arguments)
     low_rank = low_rank_config(arguments)
     refuse_idle_flags(argv, low_rank)
     if low_rank.arch == "none":
@@ -153,8 +151,6 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append("fusions of Transformer Engine: off, it is not installed")
     refuse_unsupported(parser, arguments, argv, low_rank.arch)
     _check_sizes(arguments, low_rank)
-    if not arguments.skip_train:
-        check_schedule(arguments)
     return [*argv, *added], said
 
 
@@ -235,6 +231,41 @@ def _check_spec(arguments: Namespace) -> None:
             f"{shown}: --low-rank-arch {arguments.low_rank_arch} brings its own spec; "
             "nearest legal value: leave --spec out"
         )
+
+
+def _check_missing(arguments: Namespace) -> None:
+    """Refuse a run without what Megatron would miss late, or in words of its source code; and a
+    course of the learning rate that its scheduler does not take."""
+    if arguments.eval_interval is None:
+        raise ValueError(
+            "--eval-interval: is missing and has no default in Megatron 0.19; a usual value: 1000"
+        )
+    if arguments.save is not None and arguments.save_interval is None:
+        raise ValueError(
+            f"--save {arguments.save}: needs --save-interval, and that is missing; a usual value: "
+            "1000"
+        )
+    if (
+        arguments.num_layers is None
+        and not arguments.use_checkpoint_args
+        and stored_run(arguments) is not None
+    ):
+        raise ValueError(
+            f"--num-layers: is missing; nearest legal value: --use-checkpoint-args, which takes "
+            f"the model's sizes from --load {arguments.load}"
+        )
+    steps = arguments.train_iters or arguments.train_samples or 0
+    if arguments.lr is not None and steps > 0 and not arguments.skip_train:
+        check_schedule(arguments)
+
+
+def _said_of_load(arguments: Namespace) -> list[str]:
+    """A line where `--load` names nothing to load: Megatron starts from scratch, as it must for the
+    first of a job's restarts, but a mistyped folder looks the same."""
+    load = arguments.load
+    if load is None or load == arguments.save or "://" in load or (Path(load) / TRACKER).is_file():
+        return []
+    return [f"--load {load}: holds no checkpoint, so the training starts from scratch"]
 
 
 def _check_sizes(arguments: Namespace, low_rank: LowRankConfig) -> None:

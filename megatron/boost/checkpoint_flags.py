@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.checkpoint_settings import (
@@ -13,6 +14,7 @@ from megatron.boost.checkpoint_settings import (
     restored_megatron_flags,
 )
 from megatron.boost.flags import flags_of, is_given
+from megatron.boost.preprocessing.inputs import nearest_path
 from megatron.boost.stored_run import stored_run
 
 
@@ -32,6 +34,9 @@ def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
         # Object stores and other formats are left to Megatron.
         local = arguments.load is not None and "://" not in arguments.load
         if local and arguments.ckpt_format in (None, "torch_dist"):
+            if not Path(arguments.load).exists():
+                near = nearest_path(Path(arguments.load))
+                raise ValueError(f"--load {arguments.load}: no such folder{near}")
             raise ValueError(
                 f"--use-checkpoint-args: there is no checkpoint at --load {arguments.load}; "
                 "nearest legal value: leave it out until there is one"

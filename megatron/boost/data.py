@@ -55,12 +55,18 @@ def refuse_unsupported_data(arguments: Namespace) -> None:
 
 
 def refuse_missing_data(arguments: Namespace) -> None:
-    """Raise ValueError for a data set whose two files are not there, naming the nearest that is.
-    Megatron would notice after its start on all ranks."""
+    """Raise ValueError where no data set is named, and for one whose two files are not there,
+    naming the nearest that is. Megatron would notice after its start on all ranks."""
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(arguments)
     except OSError as failure:
         raise ValueError(f"{failure.filename}: {failure.strerror}") from failure
+    made_elsewhere = arguments.mock_data or arguments.dataloader_type == "external"
+    if blend is None and blend_per_split is None and not made_elsewhere:
+        raise ValueError(
+            "--data-path: is missing, PREFIX of the PREFIX.bin and .idx to train on; nearest legal "
+            "value: --mock-data, for made-up tokens"
+        )
     for prefixes, _ in filter(None, (blend, *(blend_per_split or ()))):
         for prefix in prefixes:
             missing = [end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]

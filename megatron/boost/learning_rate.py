@@ -58,3 +58,63 @@ def _check_warm_up(arguments: Namespace) -> None:
             f"--lr-warmup-{unit} {warm_up}: must end before the learning rate's course does, "
             f"{decay_flag} {decay}; nearest legal value: {decay - 1}"
         )
+
+
+def check_course(stored: Namespace, arguments: Namespace) -> None:
+    """Raise ValueError where a run that goes on from a checkpoint plans another course of learning
+    rate and weight decay than the checkpoint's run did, by flag and both values; Megatron ends in
+    an assertion when it loads the optimizer.
+
+    Args:
+        stored: the arguments in the checkpoint.
+        arguments: this run's, as Megatron validated them.
+    """
+    if arguments.override_opt_param_scheduler or arguments.use_checkpoint_opt_param_scheduler:
+        return
+    theirs = _course(stored)
+    for flag, (value, shown) in _course(arguments).items():
+        value_then, shown_then = theirs.get(flag, (value, shown))
+        if value == value_then:
+            continue
+        if shown == shown_then:
+            # The course is counted in samples.
+            flag = "--global-batch-size"
+            shown, shown_then = arguments.global_batch_size, stored.global_batch_size
+        raise ValueError(
+            f"{flag} {shown}: the checkpoint's run planned learning rate and weight decay with "
+            f"{shown_then}; nearest legal value: {shown_then}, or --override-opt-param-scheduler "
+            "beside it, which takes the new plan"
+        )
+
+
+def _course(arguments: Namespace) -> dict[str, tuple[object, object]]:
+    """By flag: what Megatron's scheduler compares, steps in samples, and the flag's own value."""
+    unit = "samples" if arguments.train_samples else "iters"
+    scale = 1 if unit == "samples" else arguments.global_batch_size
+
+    def value(name: str) -> int | float | None:
+        found: int | float | None = getattr(arguments, name, None)
+        return found
+
+    trained = value(f"train_{unit}") or 0
+    decay = value(f"lr_decay_{unit}") or trained
+    course: dict[str, tuple[object, object]] = {
+        name: (value(attribute), value(attribute))
+        for name, attribute in (
+            ("--lr", "lr"),
+            ("--min-lr", "min_lr"),
+            ("--lr-decay-style", "lr_decay_style"),
+            ("--start-weight-decay", "start_weight_decay"),
+            ("--end-weight-decay", "end_weight_decay"),
+            ("--weight-decay-incr-style", "weight_decay_incr_style"),
+        )
+    }
+    course[f"--train-{unit}"] = trained * scale, trained
+    course[f"--lr-decay-{unit}"] = decay * scale, decay
+    fraction = value("lr_warmup_fraction")
+    if fraction is not None:
+        course["--lr-warmup-fraction"] = fraction * decay * scale, fraction
+    else:
+        warm_up = value(f"lr_warmup_{unit}") or 0
+        course[f"--lr-warmup-{unit}"] = warm_up * scale, warm_up
+    return course

@@ -31,6 +31,7 @@ from megatron.boost.data import (
     refuse_missing_data,
     refuse_unsupported_data,
 )
+from megatron.boost.learning_rate import check_course
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
 
@@ -63,6 +64,9 @@ def configure(argv: Sequence[str]) -> Plan:
     run = stored_run(settings.megatron)
     if run is not None:
         check_run(run, settings.low_rank, settings.megatron)
+        anew = run.restarts or settings.megatron.finetune or settings.megatron.no_load_optim
+        if not (anew or settings.megatron.skip_train):
+            check_course(run.arguments, settings.megatron)
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:
