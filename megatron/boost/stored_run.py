@@ -12,6 +12,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 TRUE_VOCABULARY = "true_vocab_size"
 """The argument in which a run leaves the number of tokens that exist for its checkpoints: Megatron
 stores that of the padded rows."""
+KEPT_SETTINGS = "hugging_face_settings"
+"""The argument with those settings of a model's `config.json`, by their names in it, that no
+argument of Megatron's keeps."""
 
 
 @dataclass(frozen=True)

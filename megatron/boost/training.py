@@ -33,6 +33,7 @@ from megatron.boost.data import (
 )
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
+from megatron.boost.vocabulary import keep_vocabulary
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -63,6 +64,7 @@ def configure(argv: Sequence[str]) -> Plan:
     run = stored_run(settings.megatron)
     if run is not None:
         check_run(run, settings.low_rank, settings.megatron)
+        keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:

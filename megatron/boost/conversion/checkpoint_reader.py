@@ -38,6 +38,7 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
+from megatron.boost.conversion.tokenizer_files import GENERATION, has_tokenizer
 from megatron.boost.stored_run import TRACKER
 
 _COMMON = "common_state/shard_0_1"
@@ -116,7 +117,13 @@ class CheckpointReader:
     def tokenizer(self) -> Path | None:
         """The folder of the tokenizer that came with the checkpoint."""
         folder = self.root / "tokenizer"
-        return folder if folder.is_dir() else None
+        return folder if has_tokenizer(folder) else None
+
+    @property
+    def generation(self) -> Path | None:
+        """The folder of the generation settings that came with the checkpoint."""
+        folder = self.root / "tokenizer"
+        return folder if (folder / GENERATION).is_file() else None
 
     @property
     def megatrons_own(self) -> bool:

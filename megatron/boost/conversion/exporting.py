@@ -21,7 +21,13 @@ from megatron.boost.conversion.hf_folder import new_hf_folder
 from megatron.boost.conversion.names import Entry, hf_entries
 from megatron.boost.conversion.output_folder import refuse_occupied
 from megatron.boost.conversion.progress import Progress, silent, without_bars
-from megatron.boost.conversion.tokenizer_files import GENERATION, copy_tokenizer, special_tokens
+from megatron.boost.conversion.tokenizer_files import (
+    GENERATION,
+    copy_tokenizer,
+    has_tokenizer,
+    refuse_unusable,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,20 +119,11 @@ def plan_export(
         ValueError: for a checkpoint that cannot be read or is no LLaMA, and for factors that cannot
             be merged.
     """
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise ValueError(f"--tokenizer {tokenizer}: there is no such folder")
+    if tokenizer is not None:
+        refuse_unusable(tokenizer)
     reader = CheckpointReader(load, step, vocab_size)
     found = tokenizer or reader.tokenizer or _tokenizer_of_run(reader)
-    description = reader.description
-    if found is not None:
-        known = special_tokens(found)
-        eos = known.get("eos_token_id")
-        description = replace(
-            description,
-            bos_token_id=known.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-            pad_token_id=known.get("pad_token_id"),
-        )
+    description = _with_special_tokens(reader, found or reader.generation)
     if dtype is not None:
         description = replace(description, dtype=dtype)
     merged = merge and description.low_rank.low_rank
@@ -138,6 +135,25 @@ def plan_export(
             f"a multiple of the heads ({description.num_heads})"
         )
     return Export(reader, description, merged, dtype, found)
+
+
+def _with_special_tokens(reader: CheckpointReader, folder: Path | None) -> ModelDescription:
+    """The model with the ids that its own configuration had, and where that had none, those of the
+    generation settings or the tokenizer in `folder`."""
+    description = reader.description
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    stated = {name: getattr(description, name) for name in names}
+    known = any(value is not None for value in stated.values())
+    if folder is None:
+        return description
+    ids = special_tokens(folder, generation_only=known)
+    eos = ids.get("eos_token_id")
+    if isinstance(eos, list):
+        ids["eos_token_id"] = tuple(eos)
+    merged: dict[str, Any] = {
+        name: ids.get(name) if value is None else value for name, value in stated.items()
+    }
+    return replace(description, **merged)
 
 
 def merged_description(description: ModelDescription) -> ModelDescription:
@@ -196,7 +212,8 @@ def write_export(
         if export.description.low_rank.low_rank:
             for name in MODELING_FILES:
                 shutil.copyfile(Path(modeling.__path__[0]) / name, writer.folder / name)
-        copied = copy_tokenizer(export.tokenizer, writer.folder) if export.tokenizer else []
+        files = export.tokenizer or export.reader.generation
+        copied = copy_tokenizer(files, writer.folder) if files else []
         if GENERATION not in copied:
             writer.add_json(GENERATION, _generation(config))
         for name, tensor in export.tensors():
@@ -230,7 +247,13 @@ def load_as_transformers(
     """
     export = plan_export(load, step=step)
     export = replace(export, dtype=dtype or export.description.dtype)
-    return transformers_model(export.description, dict(export.tensors()), export.dtype, device)
+    model = transformers_model(export.description, dict(export.tensors()), export.dtype, device)
+    folder = export.tokenizer or export.reader.generation
+    if folder is not None and (folder / GENERATION).is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def transformers_model(
@@ -279,7 +302,7 @@ def _tokenizer_of_run(reader: CheckpointReader) -> Path | None:
     if getattr(reader.arguments, "tokenizer_type", None) != "HuggingFaceTokenizer":
         return None
     model = getattr(reader.arguments, "tokenizer_model", None)
-    return Path(model) if model and Path(model).is_dir() else None
+    return Path(model) if model and has_tokenizer(Path(model)) else None
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:
