@@ -89,10 +89,17 @@ def _require_writable(report: str | None) -> None:
 
 def _require_folder(save: str | None) -> None:
     """Find out before the training that no checkpoint can be saved."""
-    if save is not None and "://" not in save and Path(save).exists() and not Path(save).is_dir():
-        raise ValueError(
-            f"--save {save}: is a file; nearest legal value: a folder, {Path(save).parent}"
-        )
+    if save is None or "://" in save:
+        return
+    for path in (Path(save), *Path(save).parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"--save {save}: {path} is a link to {path.readlink()}, which is not there; "
+                f"nearest legal value: a folder, {path.parent}"
+            )
+        if path.exists() and not path.is_dir():
+            what = "is a file" if path == Path(save) else f"{path} is a file"
+            raise ValueError(f"--save {save}: {what}; nearest legal value: a folder, {path.parent}")
 
 
 def train(plan: Plan, started: float | None = None) -> None:

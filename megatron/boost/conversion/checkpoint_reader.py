@@ -39,7 +39,7 @@ from megatron.boost.conversion.names import (
     resolve,
 )
 from megatron.boost.conversion.tokenizer_files import GENERATION, has_tokenizer
-from megatron.boost.stored_run import TRACKER
+from megatron.boost.stored_run import TRACKER, tracker_text
 
 _COMMON = "common_state/shard_0_1"
 _MEGATRONS_OWN = "linear_qkv.weight"
@@ -360,7 +360,7 @@ def _folder_of(root: Path, step: int | None) -> Path:
     elif (root / "metadata.json").is_file():
         folder = root
     elif (root / TRACKER).is_file():
-        latest = (root / TRACKER).read_text().strip()
+        latest = tracker_text(root / TRACKER).strip()
         if latest != "release" and not latest.isdecimal():
             raise ValueError(f"{root / TRACKER}: names no iteration")
         folder = root / (latest if latest == "release" else f"iter_{int(latest):07d}")

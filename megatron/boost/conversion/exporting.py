@@ -18,6 +18,7 @@ from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.description import ModelDescription
 from megatron.boost.conversion.hf_config import hf_from_description
 from megatron.boost.conversion.hf_folder import new_hf_folder
+from megatron.boost.conversion.megatron_arguments import known_vocabulary
 from megatron.boost.conversion.names import Entry, hf_entries
 from megatron.boost.conversion.output_folder import refuse_occupied
 from megatron.boost.conversion.progress import Progress, silent, without_bars
@@ -82,12 +83,26 @@ class Export:
         return True
 
     def tensor(self, entry: Entry) -> Tensor:
-        """A tensor of the result, on the CPU. Factors are multiplied in fp32 or wider."""
+        """A tensor of the result, on the CPU. Factors are multiplied in fp32 or wider.
+
+        Raises:
+            ValueError: for a number that is infinite in the result's dtype only.
+        """
         parts = [self.reader.tensor(name) for name in self.sources(entry)]
-        if len(parts) == 1:
-            return parts[0].to(self.dtype_of(entry))
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        return (parts[0].to(wide) @ parts[1].to(wide)).to(self.dtype_of(entry))
+        whole = parts[0]
+        if len(parts) > 1:
+            wide = torch.promote_types(parts[0].dtype, torch.float32)
+            whole = parts[0].to(wide) @ parts[1].to(wide)
+        result = whole.to(self.dtype_of(entry))
+        if result.dtype != whole.dtype:
+            lost = whole.isfinite() & result.isinf()
+            if lost.any():
+                name = str(result.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"--dtype {name}: {float(whole[lost][0]):g} in {entry.name} is infinite in it; "
+                    "nearest legal value: bfloat16 or float32"
+                )
+        return result
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The result's tensors by name, one at a time."""
@@ -116,25 +131,42 @@ def plan_export(
         vocab_size: the tokens that exist, where neither checkpoint nor tokenizer says it.
 
     Raises:
-        ValueError: for a checkpoint that cannot be read or is no LLaMA, and for factors that cannot
-            be merged.
+        ValueError: for a checkpoint that cannot be read or is no LLaMA, for factors that are not
+            there or cannot be merged, a folder without a usable tokenizer, and another number of
+            tokens than the known one.
     """
     if tokenizer is not None:
         refuse_unusable(tokenizer)
-    reader = CheckpointReader(load, step, vocab_size)
+    reader = CheckpointReader(load, step)
+    if vocab_size is not None:
+        _refuse_other_vocabulary(reader, vocab_size)
+        reader = CheckpointReader(load, step, vocab_size)
+    if merge and not reader.description.low_rank.low_rank:
+        raise ValueError(
+            f"--merge: the model in {load} has no factors; nearest legal value: leave --merge out"
+        )
     found = tokenizer or reader.tokenizer or _tokenizer_of_run(reader)
     description = _with_special_tokens(reader, found or reader.generation)
     if dtype is not None:
         description = replace(description, dtype=dtype)
-    merged = merge and description.low_rank.low_rank
-    if merged:
+    if merge:
         description = merged_description(description)
     if not description.low_rank.low_rank and description.hidden_size % description.num_heads:
         raise ValueError(
             f"{load}: transformers' LLaMA wants a hidden size ({description.hidden_size}) that is "
             f"a multiple of the heads ({description.num_heads})"
         )
-    return Export(reader, description, merged, dtype, found)
+    return Export(reader, description, merge, dtype, found)
+
+
+def _refuse_other_vocabulary(reader: CheckpointReader, vocab_size: int) -> None:
+    """Raise ValueError for a `--vocab-size` that the checkpoint or its tokenizer contradicts."""
+    known = known_vocabulary(reader.arguments, reader.tokenizer)
+    if known is not None and known != vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: the model in {reader.root} has {known} tokens, by what is "
+            f"stored with it; nearest legal value: {known}, or leave it out"
+        )
 
 
 def _with_special_tokens(reader: CheckpointReader, folder: Path | None) -> ModelDescription:
