@@ -32,6 +32,7 @@ from megatron.boost.idle_flags import refuse_idle_flags
 from megatron.boost.learning_rate import check_schedule
 from megatron.boost.megatron_flags import refuse_unsupported
 from megatron.boost.stored_run import TRACKER, stored_run, with_stored_arguments
+from megatron.boost.vocabulary import require_tokenizer
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -110,6 +111,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
         argv = [*argv, *restored]
         arguments = with_stored_arguments(_parse_only(argv)[0])
+        require_tokenizer(arguments)
     _check_missing(arguments)
     said += _said_of_load(arguments)
     low_rank = low_rank_config(arguments)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from boost_layers.layer import LowRankLayer
 from boost_layers.specs import finish_model, layer_spec, low_rank_spec
 from boost_layers.validation import validate_model
+from megatron.boost.stored_run import TRUE_VOCABULARY
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,8 +62,13 @@ def _finish_model(
 
 
 def true_vocabulary(arguments: Namespace) -> int:
-    """The number of tokens that exist, without the rows that Megatron pads the vocabulary with."""
+    """The number of tokens that exist, without the rows that Megatron pads the vocabulary with:
+    that of the checkpoint that is loaded, else the tokenizer's."""
     from megatron.training import get_tokenizer
+
+    of_checkpoint = getattr(arguments, TRUE_VOCABULARY, None)
+    if of_checkpoint is not None:
+        return int(of_checkpoint)
 
     tokenizer: Any = get_tokenizer()
     known = tokenizer.vocab_size if tokenizer is not None else arguments.vocab_size

@@ -16,11 +16,12 @@ from megatron.boost.checkpoint_settings import (
 from megatron.boost.flags import flags_of, is_given
 from megatron.boost.preprocessing.inputs import nearest_path
 from megatron.boost.stored_run import stored_run
+from megatron.boost.vocabulary import padding_flags
 
 
 def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
     """Flags for what the checkpoint was trained as: ours, since Megatron's `--use-checkpoint-args`
-    restores its own only, and those of Megatron's that it forgets.
+    restores its own only, those of Megatron's that it forgets, and the size of the vocabulary.
 
     Args:
         argv: the user's command line.
@@ -55,6 +56,7 @@ def flags_of_checkpoint(argv: Sequence[str], arguments: Namespace) -> list[str]:
     return [
         *restored_flags(given, run.arguments),
         *restored_megatron_flags(given_of_megatron, run.arguments),
+        *padding_flags(argv, arguments, run.arguments),
     ]
 
 

@@ -12,6 +12,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 TRUE_VOCABULARY = "true_vocab_size"
 """The argument in which a run leaves the number of tokens that exist for its checkpoints: Megatron
 stores that of the padded rows."""
+KEPT_SETTINGS = "hugging_face_settings"
+"""The argument with those settings of a model's `config.json`, by their names in it, that no
+argument of Megatron's keeps."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
         step: the iteration asked for; None: the one that the folder's tracker file names.
     """
     tracker = folder / TRACKER
-    text = tracker.read_text().strip() if tracker.is_file() else ""
+    text = tracker_text(tracker).strip() if tracker.is_file() else ""
     if step is None and not tracker.is_file():
         return False
     if text == "release" and step is None:
@@ -109,6 +112,21 @@ def _is_there(where: str, folder: Path, step: int | None) -> bool:
         f"{asked}: there is no complete checkpoint of iteration {wanted}; nearest legal value: "
         f"--ckpt-step {_nearest(complete, wanted)}"
     )
+
+
+def tracker_text(tracker: Path) -> str:
+    """What a tracker file says.
+
+    Raises:
+        ValueError: for a file that is no text.
+    """
+    try:
+        return tracker.read_text(encoding="utf-8")
+    except UnicodeDecodeError as failure:
+        raise ValueError(
+            f"{tracker}: names no iteration, it is no UTF-8 text; nearest legal value: the number "
+            "of a complete one, written into that file"
+        ) from failure
 
 
 def _iterations(folder: Path, holding: str) -> list[int]:

@@ -34,6 +34,7 @@ from megatron.boost.data import (
 from megatron.boost.learning_rate import check_course
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
+from megatron.boost.vocabulary import keep_vocabulary
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -67,6 +68,7 @@ def configure(argv: Sequence[str]) -> Plan:
         anew = run.restarts or settings.megatron.finetune or settings.megatron.no_load_optim
         if not (anew or settings.megatron.skip_train):
             check_course(run.arguments, settings.megatron)
+        keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:
@@ -91,10 +93,17 @@ def _require_writable(report: str | None) -> None:
 
 def _require_folder(save: str | None) -> None:
     """Find out before the training that no checkpoint can be saved."""
-    if save is not None and "://" not in save and Path(save).exists() and not Path(save).is_dir():
-        raise ValueError(
-            f"--save {save}: is a file; nearest legal value: a folder, {Path(save).parent}"
-        )
+    if save is None or "://" in save:
+        return
+    for path in (Path(save), *Path(save).parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"--save {save}: {path} is a link to {path.readlink()}, which is not there; "
+                f"nearest legal value: a folder, {path.parent}"
+            )
+        if path.exists() and not path.is_dir():
+            what = "is a file" if path == Path(save) else f"{path} is a file"
+            raise ValueError(f"--save {save}: {what}; nearest legal value: a folder, {path.parent}")
 
 
 def train(plan: Plan, started: float | None = None) -> None:

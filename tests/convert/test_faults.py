@@ -19,6 +19,7 @@ from megatron.boost.conversion.megatron_arguments import (
     arguments_from_description,
     description_from_arguments,
 )
+from megatron.boost.conversion.output_folder import refuse_occupied
 from tests.support.checkpoints import description, save_checkpoint
 from tests.support.hf_models import Variant, change_config, save_llama
 
@@ -199,6 +200,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoint: Path) -> None:
     tracker.write_text("soon")
     with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt: names no iteration"):
         CheckpointReader(checkpoint)
+    tracker.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="iteration.txt: names no iteration, it is no UTF-8 text"):
+        CheckpointReader(checkpoint)
     tracker.unlink()
     with pytest.raises(ValueError, match="holds no checkpoint"):
         CheckpointReader(checkpoint)
@@ -252,6 +256,17 @@ def test_an_occupied_target_is_refused_and_left_as_it_is(sharded: Path, tmp_path
         write_import(exact_plan(open_source(sharded)), target)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert (target / "mine").read_text() == "kept"
+
+
+def test_a_target_that_cannot_be_made_is_refused_by_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="^--save .*file/below: .*file is a file; nearest"):
+        refuse_occupied(tmp_path / "file" / "below", "--save")
+    for path in (tmp_path / "link", tmp_path / "link" / "below"):
+        with pytest.raises(ValueError, match="^--hf .*: .*link is a link to nowhere, which is not"):
+            refuse_occupied(path, "--hf")
+    refuse_occupied(tmp_path / "new" / "folder", "--save")
 
 
 def test_an_import_that_fails_leaves_nothing(sharded: Path, tmp_path: Path) -> None:

@@ -67,6 +67,19 @@ REFUSED = [
     ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"num_hidden_layers": None}, "num_hidden_layers None"),
+    ({"architectures": "LlamaForCausalLM"}, "config.json: architectures 'LlamaForCausalLM'"),
+    ({"rope_parameters": [1]}, r"config.json: rope_parameters \[1\]"),
+    ({"rope_parameters": {"rope_theta": "abc"}}, "config.json: rope_theta 'abc'"),
+    ({"rope_parameters": {**LLAMA3, "factor": None}}, "rope_parameters .* llama3: has no factor"),
+    ({"rms_norm_eps": "x"}, "config.json: rms_norm_eps 'x'"),
+    ({"num_key_value_heads": -1}, "config.json: num_key_value_heads -1"),
+    ({"num_key_value_heads": 3}, "config.json: num_key_value_heads 3: does not divide"),
+    ({"head_dim": "8"}, "config.json: head_dim 8: is not a positive whole number"),
+    ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings x"),
+    ({"eos_token_id": "x"}, "config.json: eos_token_id 'x'"),
+    ({"eos_token_id": [2, "x"]}, r"config.json: eos_token_id \[2, 'x'\]"),
+    ({"bos_token_id": [1]}, r"config.json: bos_token_id \[1\]"),
+    ({"initializer_range": True}, "config.json: initializer_range True"),
 ]
 
 

@@ -30,6 +30,7 @@ from megatron.boost.conversion.megatron_arguments import (
 )
 from megatron.boost.conversion.modeling.modeling_boost import activate
 from megatron.boost.conversion.names import megatron_entries
+from megatron.boost.evaluation.tokenizers import tokenizer_of_checkpoint
 from tests.support.checkpoints import description, random_tensors, save_checkpoint
 from tests.support.hf_models import (
     VARIANTS,
@@ -173,7 +174,23 @@ def test_tokenizer_and_generation_settings_travel(tmp_path: Path) -> None:
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "back")("the fox").input_ids
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["eos_token_id"] == [2, 5]
+    # Each file keeps its own ids.
+    assert config["eos_token_id"] == 2
+    assert load_as_transformers(tmp_path / "moved").generation_config.eos_token_id == [2, 5]
+
+
+def test_special_tokens_are_kept_without_a_tokenizer(tmp_path: Path) -> None:
+    """One by one: those of `config.json`, and where it has none, the generation settings'."""
+    source = tmp_path / "source"
+    save_llama(source, Variant({"bos_token_id": None, "eos_token_id": [2, 9], "pad_token_id": 5}))
+    (source / "generation_config.json").write_text('{"bos_token_id": 7, "eos_token_id": 3}')
+    write_import(exact_plan(open_source(source)), tmp_path / "checkpoint")
+    export = plan_export(tmp_path / "checkpoint")
+    assert export.tokenizer is None
+    ids = export.description
+    assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (7, (2, 9), 5)
+    stored = CheckpointReader(tmp_path / "checkpoint").arguments
+    assert tokenizer_of_checkpoint(tmp_path / "checkpoint", stored, None) is None
 
 
 def test_rows_without_a_token_are_cut_off_by_the_tokenizer(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _import(argv: Sequence[str]) -> None:
     from megatron.boost.conversion.output_folder import refuse_occupied
     from megatron.boost.conversion.progress import on_terminal
 
-    refuse_occupied(args.save)
+    refuse_occupied(args.save, "--save")
     source = open_source(args.hf, args.trust_pickle)
     report = None
     if is_factorisation(args, source.description):
@@ -155,7 +155,7 @@ def _export(argv: Sequence[str]) -> None:
     from megatron.boost.conversion.output_folder import refuse_occupied
     from megatron.boost.conversion.progress import on_terminal
 
-    refuse_occupied(args.hf)
+    refuse_occupied(args.hf, "--hf")
     plan = plan_export(
         args.load,
         step=args.ckpt_step,

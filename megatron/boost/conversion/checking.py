@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 """Of the largest difference, where logits are below 1; above, of that over the largest logit."""
 
+_OF_ROUNDED_PRODUCTS = 32.0
+"""Steps of a dtype, over the largest logit, that weights which were multiplied and then rounded to
+it may change a logit by."""
+
 _SEQUENCES, _LENGTH = 2, 64
 
 
@@ -43,10 +47,14 @@ class Agreement:
     """Where in the sequence it is."""
     largest_logit: float
 
+    def within(self, tolerance: float) -> bool:
+        """Whether the difference is at most `tolerance`, a share of the largest logit above 1."""
+        return self.difference <= tolerance * max(1.0, self.largest_logit)
+
     @property
     def agrees(self) -> bool:
         """Whether they are the same up to rounding."""
-        return self.difference <= TOLERANCE * max(1.0, self.largest_logit)
+        return self.within(TOLERANCE)
 
 
 def sample_tokens(description: ModelDescription) -> Tensor:
@@ -119,9 +127,14 @@ def check_import(plan: ImportPlan, checkpoint: Path) -> Agreement:
 def check_export(export: Export, folder: Path) -> Agreement:
     """Compare a new Hugging Face folder with the checkpoint it was made of.
 
+    In a lower precision than the checkpoint's it is compared with the checkpoint's weights rounded
+    to that precision, or where factors were multiplied, within the size of the precision.
+
+    Returns:
+        how far the export is from the checkpoint as it is.
+
     Raises:
-        ValueError: for a difference above rounding; in a lower precision than the checkpoint's, of
-            the precision.
+        ValueError: for a difference above rounding, and for logits that are no numbers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -132,13 +145,27 @@ def check_export(export: Export, folder: Path) -> Agreement:
         )
         result = model.eval()(tokens).logits
         agreement = compare(result, megatron_logits(export.reader, tokens))
-    if export.exact:
-        _refuse_difference(agreement, "the export", "the checkpoint")
+        if export.exact:
+            _refuse_difference(agreement, "the export", "the checkpoint")
+            return agreement
+        if not result.isfinite().all():
+            raise ValueError(
+                "--check: logits of the export are infinite or no numbers; nothing was written"
+            )
+        dtype = export.description.dtype
+        if export.merged:
+            tolerance = _OF_ROUNDED_PRODUCTS * torch.finfo(dtype).eps
+            _refuse_difference(agreement, "the export", "the checkpoint", tolerance)
+        else:
+            to_rounded = compare(result, megatron_logits(export.reader, tokens, export.dtype))
+            _refuse_difference(to_rounded, "the export", f"the checkpoint rounded to {dtype}")
     return agreement
 
 
-def _refuse_difference(agreement: Agreement, result: str, source: str) -> None:
-    if not agreement.agrees:
+def _refuse_difference(
+    agreement: Agreement, result: str, source: str, tolerance: float = TOLERANCE
+) -> None:
+    if not agreement.within(tolerance):
         raise ValueError(
             f"--check: the logits of {result} differ from those of {source} by "
             f"{agreement.difference:.3g} at position {agreement.position} (largest logit "

@@ -38,8 +38,9 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
+from megatron.boost.conversion.tokenizer_files import GENERATION, has_tokenizer
 from megatron.boost.preprocessing.inputs import why_not
-from megatron.boost.stored_run import TRACKER
+from megatron.boost.stored_run import TRACKER, tracker_text
 
 _COMMON = "common_state/shard_0_1"
 _MEGATRONS_OWN = "linear_qkv.weight"
@@ -117,7 +118,13 @@ class CheckpointReader:
     def tokenizer(self) -> Path | None:
         """The folder of the tokenizer that came with the checkpoint."""
         folder = self.root / "tokenizer"
-        return folder if folder.is_dir() else None
+        return folder if has_tokenizer(folder) else None
+
+    @property
+    def generation(self) -> Path | None:
+        """The folder of the generation settings that came with the checkpoint."""
+        folder = self.root / "tokenizer"
+        return folder if (folder / GENERATION).is_file() else None
 
     @property
     def megatrons_own(self) -> bool:
@@ -354,7 +361,7 @@ def _folder_of(root: Path, step: int | None) -> Path:
     elif (root / "metadata.json").is_file():
         folder = root
     elif (root / TRACKER).is_file():
-        latest = (root / TRACKER).read_text().strip()
+        latest = tracker_text(root / TRACKER).strip()
         if latest != "release" and not latest.isdecimal():
             raise ValueError(f"{root / TRACKER}: names no iteration")
         folder = root / (latest if latest == "release" else f"iter_{int(latest):07d}")

@@ -64,6 +64,8 @@ class ModelDescription:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    initializer_range: float = 0.02
+    """The standard deviation that new weights would have; transformers keeps it."""
 
     def rank_of(self, projection: str) -> int:
         """The rank of a low-rank projection (`q_proj` …), the same in every low-rank layer."""

@@ -18,10 +18,17 @@ from megatron.boost.conversion.checkpoint_reader import CheckpointReader
 from megatron.boost.conversion.description import ModelDescription
 from megatron.boost.conversion.hf_config import hf_from_description
 from megatron.boost.conversion.hf_folder import new_hf_folder
+from megatron.boost.conversion.megatron_arguments import known_vocabulary
 from megatron.boost.conversion.names import Entry, hf_entries
 from megatron.boost.conversion.output_folder import refuse_occupied
 from megatron.boost.conversion.progress import Progress, silent, without_bars
-from megatron.boost.conversion.tokenizer_files import GENERATION, copy_tokenizer, special_tokens
+from megatron.boost.conversion.tokenizer_files import (
+    GENERATION,
+    copy_tokenizer,
+    has_tokenizer,
+    refuse_unusable,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,12 +83,26 @@ class Export:
         return True
 
     def tensor(self, entry: Entry) -> Tensor:
-        """A tensor of the result, on the CPU. Factors are multiplied in fp32 or wider."""
+        """A tensor of the result, on the CPU. Factors are multiplied in fp32 or wider.
+
+        Raises:
+            ValueError: for a number that is infinite in the result's dtype only.
+        """
         parts = [self.reader.tensor(name) for name in self.sources(entry)]
-        if len(parts) == 1:
-            return parts[0].to(self.dtype_of(entry))
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        return (parts[0].to(wide) @ parts[1].to(wide)).to(self.dtype_of(entry))
+        whole = parts[0]
+        if len(parts) > 1:
+            wide = torch.promote_types(parts[0].dtype, torch.float32)
+            whole = parts[0].to(wide) @ parts[1].to(wide)
+        result = whole.to(self.dtype_of(entry))
+        if result.dtype != whole.dtype:
+            lost = whole.isfinite() & result.isinf()
+            if lost.any():
+                name = str(result.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"--dtype {name}: {float(whole[lost][0]):g} in {entry.name} is infinite in it; "
+                    "nearest legal value: bfloat16 or float32"
+                )
+        return result
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The result's tensors by name, one at a time."""
@@ -110,34 +131,61 @@ def plan_export(
         vocab_size: the tokens that exist, where neither checkpoint nor tokenizer says it.
 
     Raises:
-        ValueError: for a checkpoint that cannot be read or is no LLaMA, and for factors that cannot
-            be merged.
+        ValueError: for a checkpoint that cannot be read or is no LLaMA, for factors that are not
+            there or cannot be merged, a folder without a usable tokenizer, and another number of
+            tokens than the known one.
     """
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise ValueError(f"--tokenizer {tokenizer}: there is no such folder")
-    reader = CheckpointReader(load, step, vocab_size)
-    found = tokenizer or reader.tokenizer or _tokenizer_of_run(reader)
-    description = reader.description
-    if found is not None:
-        known = special_tokens(found)
-        eos = known.get("eos_token_id")
-        description = replace(
-            description,
-            bos_token_id=known.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-            pad_token_id=known.get("pad_token_id"),
+    if tokenizer is not None:
+        refuse_unusable(tokenizer)
+    reader = CheckpointReader(load, step)
+    if vocab_size is not None:
+        _refuse_other_vocabulary(reader, vocab_size)
+        reader = CheckpointReader(load, step, vocab_size)
+    if merge and not reader.description.low_rank.low_rank:
+        raise ValueError(
+            f"--merge: the model in {load} has no factors; nearest legal value: leave --merge out"
         )
+    found = tokenizer or reader.tokenizer or _tokenizer_of_run(reader)
+    description = _with_special_tokens(reader, found or reader.generation)
     if dtype is not None:
         description = replace(description, dtype=dtype)
-    merged = merge and description.low_rank.low_rank
-    if merged:
+    if merge:
         description = merged_description(description)
     if not description.low_rank.low_rank and description.hidden_size % description.num_heads:
         raise ValueError(
             f"{load}: transformers' LLaMA wants a hidden size ({description.hidden_size}) that is "
             f"a multiple of the heads ({description.num_heads})"
         )
-    return Export(reader, description, merged, dtype, found)
+    return Export(reader, description, merge, dtype, found)
+
+
+def _refuse_other_vocabulary(reader: CheckpointReader, vocab_size: int) -> None:
+    """Raise ValueError for a `--vocab-size` that the checkpoint or its tokenizer contradicts."""
+    known = known_vocabulary(reader.arguments, reader.tokenizer)
+    if known is not None and known != vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: the model in {reader.root} has {known} tokens, by what is "
+            f"stored with it; nearest legal value: {known}, or leave it out"
+        )
+
+
+def _with_special_tokens(reader: CheckpointReader, folder: Path | None) -> ModelDescription:
+    """The model with the ids that its own configuration had, and where that had none, those of the
+    generation settings or the tokenizer in `folder`."""
+    description = reader.description
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    stated = {name: getattr(description, name) for name in names}
+    known = any(value is not None for value in stated.values())
+    if folder is None:
+        return description
+    ids = special_tokens(folder, generation_only=known)
+    eos = ids.get("eos_token_id")
+    if isinstance(eos, list):
+        ids["eos_token_id"] = tuple(eos)
+    merged: dict[str, Any] = {
+        name: ids.get(name) if value is None else value for name, value in stated.items()
+    }
+    return replace(description, **merged)
 
 
 def merged_description(description: ModelDescription) -> ModelDescription:
@@ -196,7 +244,8 @@ def write_export(
         if export.description.low_rank.low_rank:
             for name in MODELING_FILES:
                 shutil.copyfile(Path(modeling.__path__[0]) / name, writer.folder / name)
-        copied = copy_tokenizer(export.tokenizer, writer.folder) if export.tokenizer else []
+        files = export.tokenizer or export.reader.generation
+        copied = copy_tokenizer(files, writer.folder) if files else []
         if GENERATION not in copied:
             writer.add_json(GENERATION, _generation(config))
         for name, tensor in export.tensors():
@@ -230,7 +279,13 @@ def load_as_transformers(
     """
     export = plan_export(load, step=step)
     export = replace(export, dtype=dtype or export.description.dtype)
-    return transformers_model(export.description, dict(export.tensors()), export.dtype, device)
+    model = transformers_model(export.description, dict(export.tensors()), export.dtype, device)
+    folder = export.tokenizer or export.reader.generation
+    if folder is not None and (folder / GENERATION).is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def transformers_model(
@@ -279,7 +334,7 @@ def _tokenizer_of_run(reader: CheckpointReader) -> Path | None:
     if getattr(reader.arguments, "tokenizer_type", None) != "HuggingFaceTokenizer":
         return None
     model = getattr(reader.arguments, "tokenizer_model", None)
-    return Path(model) if model and Path(model).is_dir() else None
+    return Path(model) if model and has_tokenizer(Path(model)) else None
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:

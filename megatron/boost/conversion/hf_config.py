@@ -7,6 +7,7 @@ would compute otherwise is refused by name; a setting that is not known is not g
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -45,9 +46,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         ValueError: for another architecture, with the nearest one that is known.
     """
-    named = (config.get("architectures") or [None])[0]
+    architectures = config.get("architectures") or [None]
+    if not isinstance(architectures, list):
+        raise ValueError(
+            f"config.json: architectures {architectures!r}: is not a list of names; "
+            f"nearest legal value: {[str(architectures)]}"
+        )
+    named = architectures[0]
     if named is not None and named not in ARCHITECTURES:
-        near = difflib.get_close_matches(named, ARCHITECTURES, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(str(named), ARCHITECTURES, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"architecture {named}: is not one that can be converted "
             f"({', '.join(ARCHITECTURES)}); the nearest is {near}"
@@ -79,10 +86,15 @@ def description_from_hf(config: Mapping[str, Any]) -> ModelDescription:
             )
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_key_value_heads {kv_heads}: does not divide num_attention_heads "
+            f"{heads}"
+        )
     # CoLA's code makes k and v as wide as q whatever the configuration says.
     kv_heads = heads if family in ("cola", "cola-m") else kv_heads
-    eos = config.get("eos_token_id")
+    eos = _token(config, "eos_token_id", several=True)
     return ModelDescription(
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
@@ -90,17 +102,18 @@ def description_from_hf(config: Mapping[str, Any]) -> ModelDescription:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        max_positions=config.get("max_position_embeddings") or 2048,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        head_dim=_size(config, "head_dim", max(1, hidden // heads)),
+        max_positions=_size(config, "max_position_embeddings", 2048),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         dtype=dtype_named(config.get("dtype") or config.get("torch_dtype") or "float32"),
         rope=_rope(config),
         low_rank=_low_rank(family, config),
-        activation_amount=float(config.get("activation_amount", 1.0)),
-        bos_token_id=config.get("bos_token_id"),
+        activation_amount=_number(config, "activation_amount", 1.0),
+        bos_token_id=_token(config, "bos_token_id"),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        pad_token_id=config.get("pad_token_id"),
+        pad_token_id=_token(config, "pad_token_id"),
+        initializer_range=_number(config, "initializer_range", 0.02),
     )
 
 
@@ -128,7 +141,7 @@ def hf_from_description(description: ModelDescription) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
+        "initializer_range": description.initializer_range,
         "use_cache": True,
         "bos_token_id": description.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
@@ -154,17 +167,45 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _size(config: Mapping[str, Any], name: str) -> int:
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A size; `default` where it is missing or null."""
     value = config.get(name)
+    value = default if value is None else value
     if type(value) is not int or value < 1:
         raise ValueError(f"config.json: {name} {value}: is not a positive whole number")
     return value
 
 
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number of zero or more; `default` where it is missing or null."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"config.json: {name} {value!r}: is not a number of zero or more")
+    return float(value)
+
+
+def _token(config: Mapping[str, Any], name: str, *, several: bool = False) -> Any:
+    """The id of a special token, None, or with `several` a list of ids."""
+    value = config.get(name)
+    ids = value if several and isinstance(value, list) else [value]
+    for each in ids:
+        if value is not None and (type(each) is not int or each < -1):
+            kind = "a token's id or a list of them" if several else "a token's id"
+            raise ValueError(f"config.json: {name} {value!r}: is not {kind}")
+    return value
+
+
 def _rope(config: Mapping[str, Any]) -> RopeSettings:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"config.json: {key} {parameters!r}: is not an object of settings")
+    holds = parameters if parameters.get("rope_theta") is not None else config
+    theta = _number(holds, "rope_theta", 10000.0)
+    if theta < 1:
+        raise ValueError(f"config.json: rope_theta {theta}: nearest legal value: 10000")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
@@ -178,7 +219,9 @@ def _rope(config: Mapping[str, Any]) -> RopeSettings:
         )
     if kind == "default":
         return RopeSettings(theta=float(theta))
-    factor = float(parameters.get("factor", 1.0))
+    if kind == "llama3" and parameters.get("factor") is None:
+        raise ValueError(f"config.json: {key} of rope_type llama3: has no factor")
+    factor = _number(parameters, "factor", 1.0)
     if kind == "linear":
         if factor != int(factor):
             raise ValueError(

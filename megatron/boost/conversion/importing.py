@@ -7,7 +7,6 @@ an `ImportPlan` with other makers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +31,6 @@ from megatron.boost.conversion.names import (
 from megatron.boost.conversion.output_folder import new_folder, refuse_occupied
 from megatron.boost.conversion.progress import Progress, silent
 from megatron.boost.conversion.tokenizer_files import (
-    GENERATION,
     copy_tokenizer,
     has_tokenizer,
 )
@@ -211,7 +209,6 @@ def write_import(
     total = sum(sizes.values())
     with new_folder(save) as partial, progress("import", total) as advance:
         copy_tokenizer(plan.source.reader.folder, partial / "tokenizer")
-        _keep_special_tokens(plan.source, partial / "tokenizer")
 
         def tensor(name: str) -> Tensor:
             made = plan.make[name]()
@@ -233,19 +230,6 @@ def write_import(
         if check is not None:
             check(partial)
     return total
-
-
-def _keep_special_tokens(source: HfSource, folder: Path) -> None:
-    """Leave the ids of `config.json` where the generation settings would be: nothing else in a
-    Megatron checkpoint knows them."""
-    ids = {
-        name: source.reader.config.get(name)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    ids = {name: value for name, value in ids.items() if value is not None}
-    if ids and not (folder / GENERATION).is_file():
-        folder.mkdir(exist_ok=True)
-        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
 
 
 def _maker(source: HfSource, name: str) -> Callable[[], Tensor]:

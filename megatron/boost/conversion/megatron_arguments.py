@@ -12,7 +12,10 @@ from boost_layers.config import LowRankConfig
 from megatron.boost.conversion.description import ModelDescription, RopeSettings
 from megatron.boost.conversion.tokenizer_files import token_count
 from megatron.boost.flags import flags_of
-from megatron.boost.stored_run import TRUE_VOCABULARY
+from megatron.boost.stored_run import KEPT_SETTINGS, TRUE_VOCABULARY
+
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+"""What stands in `KEPT_SETTINGS`, by its name in a description."""
 
 _OF_THE_FUNCTION = (
     "arch",
@@ -91,6 +94,8 @@ def description_from_arguments(
     head_dim = getattr(arguments, "kv_channels", None) or arguments.hidden_size // heads
     low_rank = _low_rank(arguments)
     steps = getattr(arguments, "low_rank_act_anneal", 0) or 0
+    kept: dict[str, Any] = {"initializer_range": getattr(arguments, "init_method_std", 0.02)}
+    kept |= getattr(arguments, KEPT_SETTINGS, {})
     return ModelDescription(
         vocab_size=vocab_size,
         hidden_size=arguments.hidden_size,
@@ -107,6 +112,7 @@ def description_from_arguments(
         rope=_rope(arguments),
         low_rank=low_rank,
         activation_amount=min(1.0, iteration / steps) if steps and low_rank.low_rank else 1.0,
+        **kept,
     )
 
 
@@ -159,6 +165,7 @@ def arguments_from_description(
         "hidden_dropout": 0.0,
         "vocab_size": description.vocab_size,
         TRUE_VOCABULARY: description.vocab_size,
+        KEPT_SETTINGS: {name: getattr(description, name) for name in _KEPT},
         "ckpt_format": "torch_dist",
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,

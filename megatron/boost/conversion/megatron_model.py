@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from megatron.boost.conversion.description import ModelDescription
 
 
-def megatron_logits(reader: CheckpointReader, tokens: Tensor) -> Tensor:
+def megatron_logits(
+    reader: CheckpointReader, tokens: Tensor, rounded: torch.dtype | None = None
+) -> Tensor:
     """Logits `[b, s, vocabulary]` in fp32 of tokens `[b, s]`, by Megatron, of the checkpoint that
-    `reader` has found."""
+    `reader` has found.
+
+    Args:
+        reader: the checkpoint.
+        tokens: what the model reads.
+        rounded: a dtype that the weights are rounded to before they are computed with in fp32.
+    """
     with _single_rank(), torch.no_grad():
         from megatron.core import dist_checkpointing
 
@@ -38,6 +46,8 @@ def megatron_logits(reader: CheckpointReader, tokens: Tensor) -> Tensor:
         model.load_state_dict(
             {name: loaded[name] for name in model.state_dict() if name in loaded}, strict=False
         )
+        for parameter in model.parameters() if rounded else ():
+            parameter.copy_(parameter.to(rounded))
         model.eval()
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         length = tokens.shape[1]

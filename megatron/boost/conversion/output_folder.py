@@ -9,17 +9,37 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def refuse_occupied(folder: Path) -> None:
-    """Raise ValueError if `folder` is a file, or a folder with something in it."""
+def refuse_occupied(folder: Path, flag: str = "") -> None:
+    """Raise ValueError if `folder` is a file or a broken link, is a folder with something in it, or
+    would be below a file.
+
+    Args:
+        folder: where a folder shall be.
+        flag: the one that names it, for messages.
+    """
     folder = folder.absolute()
-    if folder.is_file():
-        raise ValueError(
-            f"{folder}: is a file; nearest legal value: a folder that is not there yet"
-        )
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(
-            f"{folder}: is there already and not empty; nearest legal value: {_free_name(folder)}"
-        )
+    shown = f"{flag} {folder}".strip()
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"{shown}: is there already and not empty; nearest legal value: "
+                f"{_free_name(folder)}"
+            )
+        return
+    if folder.exists():
+        raise ValueError(f"{shown}: is a file; nearest legal value: a folder that is not there yet")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"{shown}: {path} is a link to {path.readlink()}, which is not there; "
+                f"nearest legal value: {_free_name(folder)}"
+            )
+        if path.exists():
+            if not path.is_dir():
+                raise ValueError(
+                    f"{shown}: {path} is a file; nearest legal value: {path.parent / folder.name}"
+                )
+            return
 
 
 @contextmanager

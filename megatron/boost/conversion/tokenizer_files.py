@@ -60,16 +60,38 @@ def token_count(folder: Path) -> int | None:
     return len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` as far as the generation settings or the
-    tokenizer in `folder` say."""
+def refuse_unusable(folder: Path) -> None:
+    """Raise ValueError for the value of `--tokenizer` if it is no folder with a tokenizer that can
+    be read."""
+    if not folder.is_dir():
+        raise ValueError(f"--tokenizer {folder}: there is no such folder")
+    if not has_tokenizer(folder):
+        raise ValueError(
+            f"--tokenizer {folder}: has no tokenizer ({', '.join(_VOCABULARIES)}); "
+            "nearest legal value: a folder with one of these files"
+        )
+    try:
+        token_count(folder)
+    except Exception as failure:  # the tokenizers library raises plain ones
+        reason = str(failure).partition("\n")[0]
+        raise ValueError(f"--tokenizer {folder}: cannot be read ({reason})") from failure
+
+
+def special_tokens(folder: Path, *, generation_only: bool = False) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` as far as the generation settings or, where
+    these say nothing, the tokenizer in `folder` say.
+
+    Args:
+        folder: with the settings, a tokenizer, both or neither.
+        generation_only: whether to leave the tokenizer unasked.
+    """
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     if (folder / GENERATION).is_file():
         settings = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
         known = {name: settings[name] for name in names if settings.get(name) is not None}
         if known:
             return known
-    if not has_tokenizer(folder):
+    if generation_only or not has_tokenizer(folder):
         return {}
     from transformers import AutoTokenizer
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.boost.conversion.tokenizer_files import has_tokenizer
 from megatron.boost.preprocessing.encoding import load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def tokenizer_of_checkpoint(
     """
     if given is not None:
         return load_tokenizer(given)
-    if (load / TOKENIZER_FOLDER).is_dir():
+    if has_tokenizer(load / TOKENIZER_FOLDER):
         return load_tokenizer(str(load / TOKENIZER_FOLDER))
     model = getattr(stored, "tokenizer_model", None)
     of_hugging_face = getattr(stored, "tokenizer_type", None) == "HuggingFaceTokenizer"

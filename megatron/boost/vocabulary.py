@@ -1,0 +1,115 @@
+"""How many tokens a run's model has: what its checkpoint says comes before what the tokenizer says.
+
+The vocabulary of many a model has more rows than its tokenizer has tokens. Megatron sizes a model
+by its tokenizer and would leave the other rows behind.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.boost.flags import is_given
+from megatron.boost.stored_run import KEPT_SETTINGS, TRUE_VOCABULARY, StoredRun
+
+
+def padding_flags(argv: Sequence[str], arguments: Namespace, stored: Namespace) -> list[str]:
+    """The flags that make a run's padded vocabulary hold the checkpoint's, for
+    `--use-checkpoint-args`; none where Megatron sees to it.
+
+    Args:
+        argv: the user's command line.
+        arguments: the same, parsed.
+        stored: the arguments that the checkpoint holds.
+
+    Raises:
+        ValueError: for a padded vocabulary of the user's that is too small.
+    """
+    rows = getattr(stored, TRUE_VOCABULARY, None)
+    if rows is None:
+        return []
+    of_checkpoint = arguments.use_mp_args_from_checkpoint_args
+    tp = (stored if of_checkpoint else arguments).tensor_model_parallel_size
+    multiple = arguments.make_vocab_size_divisible_by * tp
+    enough = math.ceil(rows / multiple) * multiple
+    if is_given(argv, "--padded-vocab-size"):
+        if arguments.padded_vocab_size < rows:
+            raise ValueError(
+                f"--padded-vocab-size {arguments.padded_vocab_size}: the checkpoint's model has "
+                f"{rows} tokens; nearest legal value: {enough}"
+            )
+        return []
+    before = getattr(stored, "padded_vocab_size", None)
+    if before is not None and before >= rows and before % tp == 0:
+        return []
+    return ["--padded-vocab-size", str(enough)]
+
+
+def require_tokenizer(arguments: Namespace) -> None:
+    """Raise ValueError for a run with `--use-checkpoint-args` whose tokenizer neither the command
+    line nor the checkpoint names, or whose folder is gone.
+
+    Args:
+        arguments: parsed, with what the checkpoint says.
+    """
+    load = arguments.load or arguments.pretrained_checkpoint
+    if arguments.tokenizer_type is None and arguments.vocab_file is None:
+        model = arguments.tokenizer_model
+        raise ValueError(
+            f"--tokenizer-type: is missing, and the checkpoint {load} has no tokenizer; nearest "
+            f"legal value: --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+            f"{model or 'with the folder of the one that the model was trained with'}"
+        )
+    model = arguments.tokenizer_model
+    if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None:
+        return
+    if Path(model).is_absolute() and not Path(model).exists():
+        beside = Path(load) / "tokenizer"
+        near = beside if beside.is_dir() else "the folder where it is now"
+        raise ValueError(
+            f"--tokenizer-model {model}: there is no such folder; nearest legal value: {near}"
+        )
+
+
+def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
+    """Leave in a run's arguments what its checkpoints take over from the one that is loaded: the
+    number of tokens, and the settings that no argument of Megatron's keeps.
+
+    Args:
+        run: the checkpoint's.
+        arguments: this run's, validated; changed.
+        tokens: the tokenizer's number of them.
+
+    Raises:
+        ValueError: for a tokenizer with more tokens than the model, and without
+            `--use-checkpoint-args` for one with fewer.
+    """
+    settings = getattr(run.arguments, KEPT_SETTINGS, None)
+    if settings is not None:
+        setattr(arguments, KEPT_SETTINGS, settings)
+    rows = getattr(run.arguments, TRUE_VOCABULARY, None)
+    if rows is None:
+        return
+    shown = _tokenizer_flag(arguments)
+    if tokens > rows:
+        raise ValueError(
+            f"{shown}: has {tokens} tokens, but the model of {run.where} has {rows}; nearest "
+            "legal value: the tokenizer that the model was trained with"
+        )
+    if tokens < rows and not arguments.use_checkpoint_args:
+        raise ValueError(
+            f"{shown}: has {tokens} tokens, but the model of {run.where} has {rows}; nearest "
+            f"legal value: add --use-checkpoint-args, which keeps all {rows}"
+        )
+    setattr(arguments, TRUE_VOCABULARY, rows)
+
+
+def _tokenizer_flag(arguments: Namespace) -> str:
+    """The flag that decides the number of tokens, and its value."""
+    if arguments.tokenizer_model is not None:
+        return f"--tokenizer-model {arguments.tokenizer_model}"
+    if arguments.vocab_size is not None:
+        return f"--vocab-size {arguments.vocab_size}"
+    return f"--tokenizer-type {arguments.tokenizer_type}"
