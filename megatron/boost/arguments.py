@@ -111,7 +111,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         said.append(f"from the checkpoint: {' '.join(restored) or 'no flag of BOOST'}")
         argv = [*argv, *restored]
         arguments = with_stored_arguments(_parse_only(argv)[0])
-        require_tokenizer(arguments)
+    said += require_tokenizer(arguments)
     _check_missing(arguments)
     said += _said_of_load(arguments)
     low_rank = low_rank_config(arguments)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.boost.flags import is_given
+from megatron.boost.preprocessing.inputs import nearest_path
 from megatron.boost.stored_run import KEPT_SETTINGS, TRUE_VOCABULARY, StoredRun
 
 
@@ -47,30 +49,39 @@ def padding_flags(argv: Sequence[str], arguments: Namespace, stored: Namespace) 
     return ["--padded-vocab-size", str(enough)]
 
 
-def require_tokenizer(arguments: Namespace) -> None:
-    """Raise ValueError for a run with `--use-checkpoint-args` whose tokenizer neither the command
-    line nor the checkpoint names, or whose folder is gone.
+def require_tokenizer(arguments: Namespace) -> list[str]:
+    """See that a run's tokenizer is there, before Megatron looks for it in a network on all ranks.
 
     Args:
-        arguments: parsed, with what the checkpoint says.
+        arguments: parsed, with what the checkpoint says under `--use-checkpoint-args`.
+
+    Returns:
+        a line for a tokenizer that is no folder, and may have its name from the hub.
+
+    Raises:
+        ValueError: for a tokenizer that neither the command line nor the checkpoint names, and for
+            one whose folder is gone.
     """
-    load = arguments.load or arguments.pretrained_checkpoint
-    if arguments.tokenizer_type is None and arguments.vocab_file is None:
-        model = arguments.tokenizer_model
-        raise ValueError(
-            f"--tokenizer-type: is missing, and the checkpoint {load} has no tokenizer; nearest "
-            f"legal value: --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            f"{model or 'with the folder of the one that the model was trained with'}"
-        )
     model = arguments.tokenizer_model
-    if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None:
-        return
-    if Path(model).is_absolute() and not Path(model).exists():
-        beside = Path(load) / "tokenizer"
-        near = beside if beside.is_dir() else "the folder where it is now"
+    load = arguments.load or arguments.pretrained_checkpoint
+    # Megatron's default, GPT-2's, is fetched by this package.
+    fetched = find_spec("wget") is not None and not arguments.use_checkpoint_args
+    if arguments.tokenizer_type is None and arguments.vocab_file is None and not fetched:
+        also = f", and the checkpoint {load} has no tokenizer" if load else ""
         raise ValueError(
-            f"--tokenizer-model {model}: there is no such folder; nearest legal value: {near}"
+            f"--tokenizer-type: is missing{also}; nearest legal value: "
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+            f"{model or 'with the folder of the one that the data was made with'}"
         )
+    if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None or Path(model).exists():
+        return []
+    if Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        beside = Path(load or "") / "tokenizer"
+        near = f"; nearest legal value: {beside}" if beside.is_dir() else nearest_path(Path(model))
+        raise ValueError(f"--tokenizer-model {model}: there is no such folder{near}")
+    return [
+        f"--tokenizer-model {model}: no folder here, so transformers looks for that name on its hub"
+    ]
 
 
 def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:

@@ -24,3 +24,25 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for beginning, (answer, seconds) in zip(lines, found, strict=True):
         assert answer.startswith(beginning), answer
         assert seconds < 2
+
+
+def test_a_tokenizer_is_asked_for_before_it_is_looked_for_in_a_network(tmp_path: Path) -> None:
+    sized = [*MODEL, *TRAINING, *COLA.split(), "--mock-data"]
+    hub = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    (tmp_path / "tok").mkdir()
+    moved = str(tmp_path / "tik")
+    lines = {
+        "--tokenizer-type: is missing; nearest legal value: --tokenizer-type": sized,
+        f"--tokenizer-model {moved}: there is no such folder; the nearest is {tmp_path / 'tok'}": [
+            *sized,
+            *hub,
+            moved,
+        ],
+        "--tokenizer-model ./tik: there is no such folder": [*sized, *hub, "./tik"],
+    }
+    (found,) = run_ranks(
+        answers, 1, [(1, line) for line in lines.values()], init_process_group=False
+    )
+    for beginning, (answer, seconds) in zip(lines, found, strict=True):
+        assert answer.startswith(beginning), answer
+        assert seconds < 2
