@@ -64,7 +64,7 @@ def configure(argv: Sequence[str]) -> Plan:
     run = stored_run(settings.megatron)
     if run is not None:
         check_run(run, settings.low_rank, settings.megatron)
-        keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
+        said += keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:

@@ -59,8 +59,8 @@ def require_tokenizer(arguments: Namespace) -> None:
         model = arguments.tokenizer_model
         raise ValueError(
             f"--tokenizer-type: is missing, and the checkpoint {load} has no tokenizer; nearest "
-            f"legal value: --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            f"{model or 'with the folder of the one that the model was trained with'}"
+            "legal value: --tokenizer-type HuggingFaceTokenizer with --tokenizer-model "
+            f"{model or 'FOLDER'}, or NullTokenizer with --vocab-size for --mock-data"
         )
     model = arguments.tokenizer_model
     if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None:
@@ -73,7 +73,7 @@ def require_tokenizer(arguments: Namespace) -> None:
         )
 
 
-def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
+def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> list[str]:
     """Leave in a run's arguments what its checkpoints take over from the one that is loaded: the
     number of tokens, and the settings that no argument of Megatron's keeps.
 
@@ -81,6 +81,9 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
         run: the checkpoint's.
         arguments: this run's, validated; changed.
         tokens: the tokenizer's number of them.
+
+    Returns:
+        the lines that say so where the tokenizer's number is another.
 
     Raises:
         ValueError: for a tokenizer with more tokens than the model, and without
@@ -91,7 +94,7 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
         setattr(arguments, KEPT_SETTINGS, settings)
     rows = getattr(run.arguments, TRUE_VOCABULARY, None)
     if rows is None:
-        return
+        return []
     shown = _tokenizer_flag(arguments)
     if tokens > rows:
         raise ValueError(
@@ -104,6 +107,9 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
             f"legal value: add --use-checkpoint-args, which keeps all {rows}"
         )
     setattr(arguments, TRUE_VOCABULARY, rows)
+    if tokens == rows:
+        return []
+    return [f"vocabulary: the model's {rows} tokens, of which the tokenizer has {tokens}"]
 
 
 def _tokenizer_flag(arguments: Namespace) -> str:
