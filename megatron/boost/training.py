@@ -68,7 +68,7 @@ def configure(argv: Sequence[str]) -> Plan:
         anew = run.restarts or settings.megatron.finetune or settings.megatron.no_load_optim
         if not (anew or settings.megatron.skip_train):
             check_course(run.arguments, settings.megatron)
-        keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
+        said += keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
     if settings.megatron.rank == 0:

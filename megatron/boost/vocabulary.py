@@ -69,9 +69,9 @@ def require_tokenizer(arguments: Namespace) -> list[str]:
     if arguments.tokenizer_type is None and arguments.vocab_file is None and not fetched:
         also = f", and the checkpoint {load} has no tokenizer" if load else ""
         raise ValueError(
-            f"--tokenizer-type: is missing{also}; nearest legal value: "
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            f"{model or 'with the folder of the one that the data was made with'}"
+            f"--tokenizer-type: is missing{also}; nearest legal value: --tokenizer-type "
+            f"HuggingFaceTokenizer with --tokenizer-model {model or 'FOLDER'}, or NullTokenizer "
+            "with --vocab-size for --mock-data"
         )
     if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None or Path(model).exists():
         return []
@@ -84,7 +84,7 @@ def require_tokenizer(arguments: Namespace) -> list[str]:
     ]
 
 
-def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
+def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> list[str]:
     """Leave in a run's arguments what its checkpoints take over from the one that is loaded: the
     number of tokens, and the settings that no argument of Megatron's keeps.
 
@@ -92,6 +92,9 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
         run: the checkpoint's.
         arguments: this run's, validated; changed.
         tokens: the tokenizer's number of them.
+
+    Returns:
+        the lines that say so where the tokenizer's number is another.
 
     Raises:
         ValueError: for a tokenizer with more tokens than the model, and without
@@ -102,7 +105,7 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
         setattr(arguments, KEPT_SETTINGS, settings)
     rows = getattr(run.arguments, TRUE_VOCABULARY, None)
     if rows is None:
-        return
+        return []
     shown = _tokenizer_flag(arguments)
     if tokens > rows:
         raise ValueError(
@@ -115,6 +118,9 @@ def keep_vocabulary(run: StoredRun, arguments: Namespace, tokens: int) -> None:
             f"legal value: add --use-checkpoint-args, which keeps all {rows}"
         )
     setattr(arguments, TRUE_VOCABULARY, rows)
+    if tokens == rows:
+        return []
+    return [f"vocabulary: the model's {rows} tokens, of which the tokenizer has {tokens}"]
 
 
 def _tokenizer_flag(arguments: Namespace) -> str:

@@ -108,13 +108,14 @@ def test_the_padded_vocabulary_holds_the_models() -> None:
 
 def test_a_tokenizer_that_contradicts_the_model_is_refused() -> None:
     arguments = this_run()
-    keep_vocabulary(run_of(), arguments, 281)
+    (line,) = keep_vocabulary(run_of(), arguments, 281)
+    assert "500 tokens, of which the tokenizer has 281" in line
     assert getattr(arguments, TRUE_VOCABULARY) == ROWS
     with pytest.raises(ValueError, match="--tokenizer-model TOK: has 281 .* --load CK has 280"):
         keep_vocabulary(run_of(280), this_run(), 281)
     with pytest.raises(ValueError, match=r"has 281 .* 500; .* --use-checkpoint-args"):
         keep_vocabulary(run_of(), this_run(use_checkpoint_args=False), 281)
-    keep_vocabulary(run_of(281), this_run(use_checkpoint_args=False), 281)
+    assert keep_vocabulary(run_of(281), this_run(use_checkpoint_args=False), 281) == []
 
 
 def test_a_run_without_a_tokenizer_is_told_the_flags(tmp_path: Path) -> None:
