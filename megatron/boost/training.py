@@ -58,6 +58,10 @@ def configure(argv: Sequence[str]) -> Plan:
     """
     argv, said = prepare(argv)
     settings = parse(argv, _DEFAULTS)
+    tokenizer = settings.megatron.tokenizer_model
+    if tokenizer is not None and Path(tokenizer).exists():
+        # Checkpoints store it, and are read from other folders than this one.
+        settings.megatron.tokenizer_model = str(Path(tokenizer).resolve())
     refuse_unsupported_data(settings.megatron)
     refuse_missing_data(settings.megatron)
     with refusals_of_megatron():
