@@ -19,16 +19,19 @@ endef
 in_parallel := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast check bench ext check-cuda help
+.PHONY: demo test test-programs test-fast check bench ext check-cuda help
 
 demo: $(extension) ## train a CoLA model with BTP and its two baselines on CPU, write a report
 	@$(python) tools/demo.py
 
-test: $(extension) ## all tests that this machine can run
-	@$(python) -m pytest tests $(in_parallel)
+test: $(extension) ## all tests that this machine can run, but for those of test-programs
+	@$(python) -m pytest tests $(in_parallel) -m "not program"
+
+test-programs: $(extension) ## the documentation's commands, the examples and the benchmarks, run whole
+	@$(python) -m pytest tests $(in_parallel) -m program
 
 test-fast: $(extension) ## the quick tier: no test marked slow
-	@$(python) -m pytest tests $(in_parallel) -m "not slow"
+	@$(python) -m pytest tests $(in_parallel) -m "not slow and not program"
 
 check: $(installed) ## format, lint and types
 	@$(python) -m ruff format --check --quiet .

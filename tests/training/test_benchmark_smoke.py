@@ -22,7 +22,7 @@ def run(*arguments: str, script: str = "iteration") -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     done = run("--quick", "--json", str(tmp_path / "result.json"), "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_the_attention_benchmark_judges_by_the_products(tmp_path: Path) -> None:
     done = run("--quick", "--json", str(tmp_path / "result.json"), script="attention")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +63,7 @@ def test_the_attention_benchmark_judges_by_the_products(tmp_path: Path) -> None:
             assert result[f"{key}_{passes}_over_its_products"] == pytest.approx(over)
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
     """A tiny layer's tensors, with up to 32 KiB of Python's own objects beside them."""
     done = run("--quick", "--json", str(tmp_path / "result.json"), script="memory")
@@ -88,7 +88,7 @@ def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
     assert result["btp_latent_time_over_btp"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @pytest.mark.skipif(problem_of_csrc() is not None, reason="csrc is not built")
 def test_the_race_of_ops_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     done = run(
@@ -119,7 +119,7 @@ def test_the_race_of_ops_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> 
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_what_runs_on_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     done = run("--device=cpu", "--quick", "--json", str(tmp_path / "result.json"), script="gpu/run")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +145,7 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("gpu-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_result_says_not_measured(tmp_path: Path) -> None:
     arguments = ("--results", str(tmp_path), "--skip-build")
@@ -169,7 +169,7 @@ def test_impossible_settings_are_refused_in_one_line() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     done = run("--device", "cuda", "--tp", "1")
@@ -177,7 +177,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     assert done.stderr.startswith("error: --device cuda: --tp 1 needs as many GPUs")
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_the_conversions_are_measured(tmp_path: Path) -> None:
     done = run("--quick", "--json", str(tmp_path / "result.json"), script="convert")
     assert done.returncode == 0, done.stdout + done.stderr

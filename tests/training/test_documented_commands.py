@@ -52,7 +52,7 @@ def test_the_page_has_recipes_and_the_test_cuts_what_stands_there() -> None:
         assert any(written in commands for commands in RECIPES.values()), written
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_as_it_stands_on_the_page(recipe: str, folder: Path) -> None:
     commands = RECIPES[recipe]

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_a_llama_becomes_low_rank_and_comes_back(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -42,7 +42,13 @@ def test_the_command_given_again_goes_on_after_a_signal(
     command = [sys.executable, TOOLS / "preprocess_data.py", "--input", source]
     command += ["--tokenizer-model", tokenizer_model, "--workers", "2", "--output-prefix"]
 
-    process = subprocess.Popen([*command, prefix], stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, prefix],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell's background jobs ignore Ctrl-C, and so would all that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     data = tmp_path / "out" / "x.partial" / "0.bin"
     deadline = time.monotonic() + 60
     while not data.exists() or data.stat().st_size == 0:

@@ -25,6 +25,11 @@ from tests.support.small_tokenizer import save_small_tokenizer
 pytestmark = pytest.mark.slow
 
 
+def worker_processes():
+    """The workers that this process has; what other tests keep running is no daemon."""
+    return [child for child in multiprocessing.active_children() if child.daemon]
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -56,7 +61,7 @@ def test_three_workers_write_what_one_writes(tmp_path, settings, small_batches):
     assert [bad.line for bad in summaries[1].first_bad] == [14, 51]
     with pytest.raises(BadRecord, match=r"a\.jsonl\.gz, line 14: .*after 13 good documents"):
         preprocess([folder], str(tmp_path / "out" / "x"), settings, workers=2)
-    assert multiprocessing.active_children() == []
+    assert worker_processes() == []
 
 
 def test_only_a_little_is_read_ahead(settings):
@@ -92,7 +97,7 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(tmp_path, settings, small_
         nonlocal killed_at
         if not killed_at:
             killed_at = time.monotonic()
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            os.kill(worker_processes()[0].pid, signal.SIGKILL)
 
     died = (
         r"a worker process died, killed by SIGKILL .out of memory\?., at or after .*corpus\.jsonl"
@@ -107,7 +112,7 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(tmp_path, settings, small_
         )
 
     assert time.monotonic() - killed_at < 10
-    assert multiprocessing.active_children() == []
+    assert worker_processes() == []
     assert files_of(tmp_path / "out") == ["x.partial"]
     if not busy:
         assert preprocess([source], str(tmp_path / "out" / "x"), settings).documents == 40
@@ -125,7 +130,7 @@ def test_workers_end_when_the_caller_loses_interest(settings):
     encoded = encode_in_order([Batch(records, Position(), 0)] * 9, Encoder(settings), 2)
 
     next(encoded)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(worker_processes()) == 2
     encoded.close()
 
-    assert multiprocessing.active_children() == []
+    assert worker_processes() == []
