@@ -48,6 +48,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_the_sources_at_every_position(
     case: str, imported: dict[str, dict[str, Any]]

@@ -10,6 +10,8 @@ import pytest
 from tests.support.distributed import RankFailure, run_ranks
 from tests.support.stock_gpt import History, train_stock_gpt
 
+pytestmark = pytest.mark.slow
+
 FLAGS = "--use-distributed-optimizer"
 RESHARDABLE = f"{FLAGS} --dist-ckpt-optim-fully-reshardable"
 

@@ -270,6 +270,7 @@ def all_completed(folder: Path) -> tuple[list[str], str]:
     return [one.text for one in done], output.getvalue()
 
 
+@pytest.mark.slow
 def test_ranks_share_the_prompts_and_the_first_one_speaks(folder: Path) -> None:
     texts, written = all_completed(folder)
     assert len(set(texts)) == len(PROMPTS)

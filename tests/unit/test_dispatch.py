@@ -33,12 +33,14 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_reference_can_be_asked_for() -> None:
     result = run(PRINT, BOOST_OPS="reference")
     assert result.stdout == "{'cpu': 'reference', 'cuda': 'reference'}\n"
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_unknown_implementation_is_refused_by_name() -> None:
     result = run(PRINT, BOOST_OPS="fast")
     assert "ValueError: BOOST_OPS=fast: must be csrc, triton or reference" in result.stderr
@@ -54,6 +56,7 @@ def test_without_the_extension_there_is_one_warning_and_everything_works() -> No
     assert "ImportError: BOOST_OPS=csrc: it is not built for this Python" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_report_names_what_serves() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "boost_layers.ops"], cwd=ROOT, capture_output=True, text=True
