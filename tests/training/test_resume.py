@@ -44,7 +44,7 @@ def slow(*values: Any, id: str) -> Any:
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        pytest.param(f"{COLA} {TP2}", 2, id="btp-tp2"),
+        slow(f"{COLA} {TP2}", 2, id="btp-tp2"),
         slow(f"{COLA} {DISTRIBUTED}", 2, id="btp-dp2-distributed"),
         slow(
             f"{COLA} {TP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather",
