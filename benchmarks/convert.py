@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 # Run from a checkout, the package may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from torch import Tensor
 
 from benchmarks.command import REPOSITORY, RESULTS, publish
 from benchmarks.harness import percentile
@@ -228,6 +230,10 @@ def race(root: Path, sizes: Sizes, rounds: int) -> list[Run]:
         ]
 
 
+def _random(shapes: Mapping[str, tuple[int, ...]], name: str) -> Tensor:
+    return torch.randn(shapes[name])
+
+
 def make_sources(root: Path, sizes: Sizes) -> None:
     """A dense Hugging Face folder, a dense and a low-rank checkpoint, of random weights."""
     dense = sizes.description(LowRankConfig(arch="dense"))
@@ -242,7 +248,7 @@ def make_sources(root: Path, sizes: Sizes) -> None:
         write_checkpoint(
             root / name,
             checkpoint_entries(model, megatrons_own=own),
-            lambda tensor, shapes=shapes: torch.randn(shapes[tensor]),  # type: ignore[misc]
+            partial(_random, shapes),
             dict.fromkeys(shapes, torch.float32),
             arguments_from_description(model, megatrons_own=own),
         )

@@ -20,7 +20,7 @@ def check_schedule(arguments: Namespace) -> None:
             raise ValueError(f"{flag} {value}: is above --lr {lr}; nearest legal value: {lr}")
     _check_warm_up(arguments)
     if arguments.lr_decay_style == "WSD":
-        unit = "samples" if arguments.train_iters is None else "iters"
+        unit = _unit(arguments)
         if getattr(arguments, f"lr_wsd_decay_{unit}") is None:
             raise ValueError(
                 f"--lr-decay-style WSD: needs --lr-wsd-decay-{unit}, over how many it falls at the "
@@ -36,7 +36,7 @@ def check_schedule(arguments: Namespace) -> None:
 
 def _check_warm_up(arguments: Namespace) -> None:
     """A warm-up that ends before the course does."""
-    unit = "samples" if arguments.train_iters is None else "iters"
+    unit = _unit(arguments)
     trained = getattr(arguments, f"train_{unit}")
     given = getattr(arguments, f"lr_decay_{unit}")
     decay_flag, decay = (
@@ -72,49 +72,54 @@ def check_course(stored: Namespace, arguments: Namespace) -> None:
     if arguments.override_opt_param_scheduler or arguments.use_checkpoint_opt_param_scheduler:
         return
     theirs = _course(stored)
-    for flag, (value, shown) in _course(arguments).items():
-        value_then, shown_then = theirs.get(flag, (value, shown))
+    for name, (flag, value, shown) in _course(arguments).items():
+        flag_then, value_then, shown_then = theirs[name]
         if value == value_then:
             continue
-        if shown == shown_then:
+        if (flag, shown) == (flag_then, shown_then):
             # The course is counted in samples.
-            flag = "--global-batch-size"
+            flag = flag_then = "--global-batch-size"
             shown, shown_then = arguments.global_batch_size, stored.global_batch_size
+        then = shown_then if flag == flag_then else f"{flag_then} {shown_then}"
         raise ValueError(
             f"{flag} {shown}: the checkpoint's run planned learning rate and weight decay with "
-            f"{shown_then}; nearest legal value: {shown_then}, or --override-opt-param-scheduler "
-            "beside it, which takes the new plan"
+            f"{then}; nearest legal value: {then}, or --override-opt-param-scheduler beside it, "
+            "which takes the new plan"
         )
 
 
-def _course(arguments: Namespace) -> dict[str, tuple[object, object]]:
-    """By flag: what Megatron's scheduler compares, steps in samples, and the flag's own value."""
-    unit = "samples" if arguments.train_samples else "iters"
+def _unit(arguments: Namespace) -> str:
+    """What a run is measured in, as its flags end."""
+    return "samples" if arguments.train_samples else "iters"
+
+
+def _course(arguments: Namespace) -> dict[str, tuple[str, object, object]]:
+    """What Megatron's scheduler compares, by its name there: the flag that decides it, the value
+    compared (steps in samples), and the flag's own value."""
+    unit = _unit(arguments)
     scale = 1 if unit == "samples" else arguments.global_batch_size
-
-    def value(name: str) -> int | float | None:
-        found: int | float | None = getattr(arguments, name, None)
-        return found
-
-    trained = value(f"train_{unit}") or 0
-    decay = value(f"lr_decay_{unit}") or trained
-    course: dict[str, tuple[object, object]] = {
-        name: (value(attribute), value(attribute))
-        for name, attribute in (
-            ("--lr", "lr"),
-            ("--min-lr", "min_lr"),
-            ("--lr-decay-style", "lr_decay_style"),
-            ("--start-weight-decay", "start_weight_decay"),
-            ("--end-weight-decay", "end_weight_decay"),
-            ("--weight-decay-incr-style", "weight_decay_incr_style"),
+    trained = getattr(arguments, f"train_{unit}")
+    decay = getattr(arguments, f"lr_decay_{unit}") or trained
+    fraction = arguments.lr_warmup_fraction
+    warm_up = getattr(arguments, f"lr_warmup_{unit}") if fraction is None else fraction * decay
+    warm_up_flag = f"--lr-warmup-{unit}" if fraction is None else "--lr-warmup-fraction"
+    course: dict[str, tuple[str, object, object]] = {
+        name: (f"--{name.replace('_', '-')}", getattr(arguments, name), getattr(arguments, name))
+        for name in (
+            "lr",
+            "min_lr",
+            "lr_decay_style",
+            "start_weight_decay",
+            "end_weight_decay",
+            "weight_decay_incr_style",
         )
     }
-    course[f"--train-{unit}"] = trained * scale, trained
-    course[f"--lr-decay-{unit}"] = decay * scale, decay
-    fraction = value("lr_warmup_fraction")
-    if fraction is not None:
-        course["--lr-warmup-fraction"] = fraction * decay * scale, fraction
-    else:
-        warm_up = value(f"lr_warmup_{unit}") or 0
-        course[f"--lr-warmup-{unit}"] = warm_up * scale, warm_up
-    return course
+    return course | {
+        "wd_incr_steps": (f"--train-{unit}", trained * scale, trained),
+        "lr_decay_steps": (f"--lr-decay-{unit}", decay * scale, decay),
+        "lr_warmup_steps": (
+            warm_up_flag,
+            warm_up * scale,
+            warm_up if fraction is None else fraction,
+        ),
+    }

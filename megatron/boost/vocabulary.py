@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.boost.conversion.tokenizer_files import TOKENIZER_FOLDER
 from megatron.boost.flags import is_given
 from megatron.boost.preprocessing.inputs import nearest_path
 from megatron.boost.stored_run import KEPT_SETTINGS, TRUE_VOCABULARY, StoredRun
@@ -76,7 +77,7 @@ def require_tokenizer(arguments: Namespace) -> list[str]:
     if arguments.tokenizer_type != "HuggingFaceTokenizer" or model is None or Path(model).exists():
         return []
     if Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        beside = Path(load or "") / "tokenizer"
+        beside = Path(load or "") / TOKENIZER_FOLDER
         near = f"; nearest legal value: {beside}" if beside.is_dir() else nearest_path(Path(model))
         raise ValueError(f"--tokenizer-model {model}: there is no such folder{near}")
     return [

@@ -58,6 +58,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     ),
     "more samples": (SAMPLES, {"train_samples": 1280}, "--train-samples 1280: "),
     "the same samples": (SAMPLES, {}, None),
+    "a warm-up of another kind": ({}, {"lr_warmup_fraction": 0.5}, "--lr-warmup-fraction 0.5: "),
+    "the same warm-up of another kind": ({}, {"lr_warmup_fraction": 4 / 60}, None),
+    "samples for iterations": ({}, {**SAMPLES, "train_samples": 1600}, "--train-samples 1600: "),
+    "as many samples for iterations": ({}, SAMPLES, None),
     "a new plan that is asked for": (
         {},
         {"train_iters": 80, "override_opt_param_scheduler": True},

@@ -16,8 +16,10 @@ COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 SUFFIXES = tuple(COMPRESS)
 LINES = json_lines(f"{text} {number}" for number in range(300) for text in TEXTS)
 
+START = Position()
 
-def reader_of(path, position=Position()):  # noqa: B008
+
+def reader_of(path, position=START):
     return RecordReader([InputFile.of(path)], position)
 
 

@@ -38,7 +38,11 @@ from megatron.boost.conversion.names import (
     megatron_entries,
     resolve,
 )
-from megatron.boost.conversion.tokenizer_files import GENERATION, has_tokenizer
+from megatron.boost.conversion.tokenizer_files import (
+    GENERATION,
+    TOKENIZER_FOLDER,
+    has_tokenizer,
+)
 from megatron.boost.preprocessing.inputs import why_not
 from megatron.boost.stored_run import TRACKER, tracker_text
 
@@ -117,13 +121,13 @@ class CheckpointReader:
     @property
     def tokenizer(self) -> Path | None:
         """The folder of the tokenizer that came with the checkpoint."""
-        folder = self.root / "tokenizer"
+        folder = self.root / TOKENIZER_FOLDER
         return folder if has_tokenizer(folder) else None
 
     @property
     def generation(self) -> Path | None:
         """The folder of the generation settings that came with the checkpoint."""
-        folder = self.root / "tokenizer"
+        folder = self.root / TOKENIZER_FOLDER
         return folder if (folder / GENERATION).is_file() else None
 
     @property

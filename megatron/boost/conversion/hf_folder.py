@@ -129,7 +129,8 @@ class HfReader:
             }
         try:
             with safe_open(self.folder / file, framework="pt") as opened:
-                header = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                # What safetensors opens is no mapping: it has keys, and cannot be iterated over.
+                header = {name: opened.get_slice(name) for name in opened.keys()}
                 return {
                     name: TensorInfo(file, tuple(part.get_shape()), self._dtype(part.get_dtype()))
                     for name, part in header.items()

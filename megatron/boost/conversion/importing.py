@@ -31,6 +31,7 @@ from megatron.boost.conversion.names import (
 from megatron.boost.conversion.output_folder import new_folder, refuse_occupied
 from megatron.boost.conversion.progress import Progress, silent
 from megatron.boost.conversion.tokenizer_files import (
+    TOKENIZER_FOLDER,
     copy_tokenizer,
     has_tokenizer,
 )
@@ -201,14 +202,14 @@ def write_import(
         ValueError: if `save` is occupied, and what a maker raises.
     """
     refuse_occupied(save)
-    tokenizer = save.absolute() / "tokenizer"
+    tokenizer = save.absolute() / TOKENIZER_FOLDER
     sizes = {
         name: torch.Size(shape).numel() * plan.dtypes[name].itemsize
         for name, shape in plan.description.tensors().items()
     }
     total = sum(sizes.values())
     with new_folder(save) as partial, progress("import", total) as advance:
-        copy_tokenizer(plan.source.reader.folder, partial / "tokenizer")
+        copy_tokenizer(plan.source.reader.folder, partial / TOKENIZER_FOLDER)
 
         def tensor(name: str) -> Tensor:
             made = plan.make[name]()
@@ -224,7 +225,7 @@ def write_import(
                 plan.description,
                 megatrons_own=plan.megatrons_own,
                 act_anneal=plan.act_anneal,
-                tokenizer=tokenizer if has_tokenizer(partial / "tokenizer") else None,
+                tokenizer=tokenizer if has_tokenizer(partial / TOKENIZER_FOLDER) else None,
             ),
         )
         if check is not None:

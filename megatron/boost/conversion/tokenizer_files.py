@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 GENERATION = "generation_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a checkpoint that was converted keeps its tokenizer, below the folder of `--load`."""
 
 _FILES = (
     "tokenizer.json",

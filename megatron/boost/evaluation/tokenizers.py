@@ -6,16 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.boost.conversion.tokenizer_files import has_tokenizer
+from megatron.boost.conversion.tokenizer_files import TOKENIZER_FOLDER, has_tokenizer
 from megatron.boost.preprocessing.encoding import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TOKENIZER_FOLDER = "tokenizer"
-"""Where a checkpoint that was converted keeps its tokenizer, below the folder of `--load`."""
-
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def tokenizer_of_checkpoint(
@@ -55,7 +50,7 @@ def tokenizer_of_folder(folder: Path, given: str | None) -> PreTrainedTokenizerB
     """
     if given is not None:
         return load_tokenizer(given)
-    if not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         return None
     return load_tokenizer(str(folder))
 

@@ -161,7 +161,7 @@ def _serve(connection: Connection) -> None:
         records = batches.get()
         try:
             answer: EncodedBatch | str = encoder.encode(records)
-        except Exception:
+        except Exception:  # whatever it is, the parent ends the run with it
             answer = traceback.format_exc()
         try:
             connection.send(answer)
