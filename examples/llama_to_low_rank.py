@@ -1,4 +1,4 @@
-"""From a dense LLaMA to a low-rank one and back to Hugging Face, on a CPU in two minutes.
+"""From a dense LLaMA to a low-rank one and back to Hugging Face, on a CPU in some three minutes.
 
     python examples/llama_to_low_rank.py [--folder runs/llama-to-low-rank] [--iterations 40]
 
