@@ -137,7 +137,7 @@ def test_every_strategy_finds_what_the_plain_model_has(tp: int) -> None:
             assert result["counted"][0] == result["counted"][1], name
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_data_parallel_ranks_find_the_same(tp: int) -> None:
     names = ["btp", "vanilla", "lax"]
     for results in run_ranks(observed, 2 * tp, names, tp):
