@@ -29,6 +29,7 @@ class Compute:
     peak_tflops: float = _described("dense peak of the dtype's matrix units, TFLOP/s")
     gemm_efficiency: float = _described("share of the peak that a GEMM with a long sum reaches")
     gemm_half_depth: float = _described("k at which a GEMM [m, k]·[k, n] runs at half of that")
+    gemm_fixed_us: float = _described("what a GEMM takes however small it is, µs")
     attention_forward_efficiency: float = _described(
         "share of the peak of the fused causal attention, forward"
     )

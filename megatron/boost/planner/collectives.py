@@ -3,7 +3,8 @@ that a rank of a ring sends (`accounting.collectives`).
 
 A group that fits in a node uses the node's link. A larger one crosses nodes, and each of its
 members in a node brings its GPU's share of the network, so that β is their sum, as long as the
-node's own link is faster. β is given by the number of ranks; between two given numbers the nearest
+node's own link is faster; its α is that of a tree over the nodes, log₂ of their number times one
+hop's. β is given by the number of ranks; between two given numbers the nearest
 smaller one's holds, since a link that is there for four is there for five.
 """
 
@@ -32,7 +33,9 @@ def collective_seconds(
         return _seconds(cluster.node, sent, within)
     members = max(1, cluster.gpus_per_node // spread)
     across = members * bytes_per_second(cluster.network, ranks)
-    return _seconds(cluster.network, sent, min(across, within) if members > 1 else across)
+    rate = min(across, within) if members > 1 else across
+    nodes = -(-ranks // members)
+    return _seconds(cluster.network, sent, rate, hops=math.ceil(math.log2(nodes)))
 
 
 def point_to_point_seconds(size: float, distance: int, cluster: Cluster) -> float:
@@ -48,8 +51,9 @@ def bytes_per_second(link: Link, ranks: int) -> float:
     return fitting[-1] * 1e9
 
 
-def _seconds(link: Link, sent: float, rate: float) -> float:
+def _seconds(link: Link, sent: float, rate: float, *, hops: int = 1) -> float:
     """Without bandwidth nothing ever arrives."""
+    latency = hops * link.latency_us * 1e-6
     if not sent:
-        return link.latency_us * 1e-6
-    return link.latency_us * 1e-6 + sent / rate if rate else math.inf
+        return latency
+    return latency + sent / rate if rate else math.inf

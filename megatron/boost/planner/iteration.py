@@ -8,6 +8,7 @@ distributed optimiser), and the optimiser's step.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.collectives import point_to_point_seconds
 from megatron.boost.planner.implementation import BOOST, Implementation
 from megatron.boost.planner.layers import stage_layer_phases
-from megatron.boost.planner.optimiser import reduction_seconds, step_seconds
+from megatron.boost.planner.optimiser import reduction, step_seconds
 from megatron.boost.planner.phase import Phase
 from megatron.boost.planner.pipeline import bubble_seconds, exposed_transfers
 from megatron.boost.planner.vocabulary import vocabulary_phases
@@ -74,10 +75,13 @@ def estimate(
     `overlap_reduction` is Megatron's `--overlap-grad-reduce` and `--overlap-param-gather`; without
     `optimiser` only forward and backward are counted.
     """
-    stages = [
-        _stage_phases(model, layout, pp_rank, cluster, implementation)
-        for pp_rank in range(layout.pipeline_parallel)
-    ]
+    known: dict[Hashable, tuple[Phase, Phase]] = {}
+    stages = []
+    for pp_rank in range(layout.pipeline_parallel):
+        kind = _stage_kind(model, layout, pp_rank)
+        if kind not in known:
+            known[kind] = _stage_phases(model, layout, pp_rank, cluster, implementation)
+        stages.append(known[kind])
     host = cluster.host_us_per_operation
     waits = [forward.waiting(host) + backward.waiting(host) for forward, backward in stages]
     walls = [
@@ -87,13 +91,11 @@ def estimate(
     slowest = max(range(len(walls)), key=walls.__getitem__)
     forward, backward = stages[slowest]
     whole = forward + backward
-    reduction = 0.0
-    step = 0.0
+    reduced, step = 0.0, 0.0
     if optimiser:
-        reduction = reduction_seconds(model, layout, slowest, cluster)
-        if overlap_reduction:
-            beside = cluster.collective_overlap * (forward.device + backward.device)
-            reduction = max(reduction / layers_of(model, layout, slowest), reduction - beside)
+        needed = reduction(model, layout, slowest, cluster)
+        beside = cluster.collective_overlap * whole.device
+        reduced = needed.exposed(beside) if overlap_reduction else needed.seconds
         step = step_seconds(model, layout, slowest, cluster)
     m = layout.micro_batches
     return Estimate(
@@ -104,15 +106,19 @@ def estimate(
         host=m * waits[slowest],
         bubble=bubble_seconds(walls, layout.virtual_stages),
         transfers=_transfer_seconds(model, layout, cluster),
-        data_parallel=reduction,
+        data_parallel=reduced,
         optimiser=step,
     )
 
 
-def layers_of(model: Model, layout: Layout, pp_rank: int) -> int:
-    """Layers of a stage, at least 1: the last bucket of gradients, which nothing can hide, is about
-    one layer's."""
-    return max(1, len(layout.layers(model, pp_rank)))
+def _stage_kind(model: Model, layout: Layout, pp_rank: int) -> Hashable:
+    """What two stages that cost the same have in common."""
+    layers = tuple(
+        (model.settings(layer), place.crosses, place.hands_on, place.enters_by_sequence)
+        for layer in layout.layers(model, pp_rank)
+        for place in (model.place(layer),)
+    )
+    return layers, layout.has_embedding(pp_rank), layout.has_head(pp_rank)
 
 
 def _stage_phases(

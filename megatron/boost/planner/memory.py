@@ -9,7 +9,9 @@ computes again is there while one layer's backward runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from boost_layers.config import LowRankConfig
 from megatron.boost.accounting.activations import layer_activation_bytes, rank_activation_bytes
 from megatron.boost.accounting.sizes import Layout, Model
 from megatron.boost.accounting.state import rank_state_bytes
@@ -52,10 +54,14 @@ def _of_stage(model: Model, layout: Layout, pp_rank: int, cluster: Cluster) -> M
     )
 
 
+@lru_cache(maxsize=64)
+def _keeping_all(low_rank: LowRankConfig) -> LowRankConfig:
+    return replace(low_rank, recompute=False, recompute_residual=False, recompute_shard=False)
+
+
 def _transient_bytes(model: Model, layout: Layout, pp_rank: int) -> float:
     layers = layout.layers(model, pp_rank)
-    kept = replace(model.low_rank, recompute=False, recompute_residual=False, recompute_shard=False)
-    whole = replace(model, low_rank=kept)
+    whole = replace(model, low_rank=_keeping_all(model.low_rank))
     inside = sum(layer_activation_bytes(whole, layout, layers[0]).values()) if layers else 0
     again = inside if layers and model.settings(layers[0]).recompute else 0
     head = 0.0

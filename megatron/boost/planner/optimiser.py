@@ -7,6 +7,8 @@ has them. With the distributed optimiser (ZeRO-1) each of D ranks does 1/D.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.boost.accounting.parameters import rank_parameters
 from megatron.boost.accounting.sizes import Layout, Model
 from megatron.boost.accounting.state import state_bytes_per_parameter
@@ -14,6 +16,7 @@ from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.collectives import collective_seconds
 
 _FP32_BYTES = 4
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 
 def step_bytes_per_parameter(layout: Layout) -> float:
@@ -41,16 +44,38 @@ def accumulation_bytes_per_parameter(layout: Layout, *, fused: bool) -> float:
     return 2 * buffer if fused else 2 * buffer + layout.dtype.itemsize
 
 
-def reduction_seconds(model: Model, layout: Layout, pp_rank: int, cluster: Cluster) -> float:
-    """Of the gradients over D data-parallel ranks: an all-reduce, or with the distributed optimiser
-    a reduce-scatter of the gradients and an all-gather of the weights."""
+@dataclass(frozen=True)
+class Reduction:
+    """Of the gradients over the data-parallel ranks, bucket by bucket."""
+
+    buckets: int
+    bucket_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """All buckets, one after the other."""
+        return self.buckets * self.bucket_seconds
+
+    def exposed(self, beside: float) -> float:
+        """What is left when `beside` seconds of computing hide it: at least one bucket, which is
+        complete only when the backward is."""
+        return max(self.bucket_seconds, self.seconds - beside)
+
+
+def reduction(model: Model, layout: Layout, pp_rank: int, cluster: Cluster) -> Reduction:
+    """An all-reduce of the gradients of each bucket, or with the distributed optimiser a
+    reduce-scatter of them and an all-gather of the weights. A bucket has 40 M parameters or 1 M for
+    every data-parallel rank, Megatron's default for `--ddp-bucket-size`: with more ranks there are
+    fewer, larger ones to hide."""
     parameters = rank_parameters(model, layout, pp_rank)
     state = state_bytes_per_parameter(layout)
     ranks, spread = layout.data_parallel, layout.tensor_parallel
-    gradients = parameters * state.gradients
+    buckets = max(1, round(parameters / max(_BUCKET, _BUCKET_OF_RANK * ranks)))
+    gradients = parameters / buckets * state.gradients
     if not layout.distributed_optimizer:
-        return collective_seconds("all_reduce", gradients, ranks, cluster, spread=spread)
-    weights = parameters * state.weights / ranks
-    return collective_seconds(
-        "reduce_scatter", gradients, ranks, cluster, spread=spread
-    ) + collective_seconds("all_gather", weights, ranks, cluster, spread=spread)
+        taken = collective_seconds("all_reduce", gradients, ranks, cluster, spread=spread)
+        return Reduction(buckets, taken)
+    weights = parameters / buckets * state.weights / ranks
+    taken = collective_seconds("reduce_scatter", gradients, ranks, cluster, spread=spread)
+    taken += collective_seconds("all_gather", weights, ranks, cluster, spread=spread)
+    return Reduction(buckets, taken)

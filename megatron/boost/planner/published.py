@@ -16,29 +16,9 @@ from megatron.boost.accounting.collectives import Message, layer_messages
 from megatron.boost.accounting.sizes import Layout, Model, Strategy
 from megatron.boost.planner.elementwise import Sweep
 from megatron.boost.planner.implementation import Implementation
+from megatron.boost.planner.models import SIZES, model_of_size
 
 SEQUENCE = 4096
-VOCABULARY = 32000
-
-
-@dataclass(frozen=True)
-class Size:
-    """A LLaMA-2 model of the paper."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    layers: int
-    rank: int
-
-
-SIZES = {
-    "1B": Size(2048, 5472, 32, 24, 512),
-    "3B": Size(3072, 8192, 24, 28, 768),
-    "7B": Size(4096, 11008, 32, 32, 1024),
-    "13B": Size(5120, 13824, 40, 40, 1280),
-    "30B": Size(8192, 22016, 64, 36, 2048),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +115,7 @@ def _runs_of(row: Row) -> Iterator[Run]:
         model = model_of_size(
             replace(size, layers=row.layers or size.layers),
             _settings(row, strategy),
+            tied=True,
         )
         yield Run(
             title=f"{row.title}, {names[strategy]}",
@@ -186,22 +167,6 @@ def _assumptions(row: Row, strategy: Strategy, in_fp32: bool) -> str:
     if row.pipeline_parallel > 1 and row.micro_batches == 1:
         parts += "; the stages one after the other"
     return parts + ("; gradients in fp32" if in_fp32 else "; gradients in bf16")
-
-
-def model_of_size(size: Size, low_rank: LowRankConfig, vocabulary: int = VOCABULARY) -> Model:
-    """The paper's model, tied."""
-    return Model(
-        hidden_size=size.hidden,
-        ffn_hidden_size=size.ffn,
-        num_attention_heads=size.heads,
-        num_query_groups=size.heads,
-        kv_channels=size.hidden // size.heads,
-        num_layers=size.layers,
-        vocab_size=vocabulary,
-        padded_vocab_size=vocabulary,
-        tied=True,
-        low_rank=low_rank,
-    )
 
 
 def _messages(model: Model, layout: Layout, layer: int) -> tuple[Message, ...]:
@@ -260,3 +225,11 @@ CODE = Implementation(
     fused_accumulation=False,
 )
 """What the published times were measured with, as far as its source tells."""
+
+
+PUBLISHED_UTILISATION: dict[tuple[str, str], dict[int, float]] = {
+    ("BTP", "attention"): {1: 55.1, 2: 69.7, 4: 72.3, 8: 76.1},
+    ("BTP", "MLP"): {1: 64.9, 2: 69.9, 4: 75.0, 8: 76.6},
+    ("vanilla", "attention"): {1: 48.1, 2: 56.8, 4: 61.1, 8: 65.7},
+}
+"""Percent of an A100's peak that the forward's products reach, 7B at TP 4, by micro-batch."""
