@@ -110,7 +110,7 @@ def find_plans(
         ValueError: for a number of GPUs that the cluster does not have, and where no layout
             divides the model or none fits.
     """
-    _require_gpus(cluster, gpus)
+    require_gpus(cluster, gpus)
     fitting: list[Plan] = []
     too_large: list[Plan] = []
     for plan in _candidates(workload, cluster, gpus, strategies):
@@ -122,13 +122,27 @@ def find_plans(
         )
     if not fitting:
         least = min(plan.memory.total for plan in too_large) / GIB
+        enough = _enough_gpus(workload, cluster, gpus, strategies)
         raise ValueError(
             f"--gpus {gpus}: no layout fits: the smallest needs {least:.1f} GiB on one GPU, and "
-            f"{cluster.name} has {cluster.memory.capacity_gib:g} GiB; "
-            f"nearest legal value: more GPUs, for example {2 * gpus}"
+            f"{cluster.name} has {cluster.memory.capacity_gib:g} GiB; nearest legal value: "
+            + (str(enough) if enough else "a smaller model or a shorter sequence")
         )
     fitting.sort(key=lambda plan: plan.seconds)
     return fitting, len(too_large)
+
+
+def _enough_gpus(
+    workload: Workload, cluster: Cluster, gpus: int, strategies: Sequence[Strategy]
+) -> int | None:
+    """Twice as many, and again, until a layout fits; None where that never happens."""
+    while 2 * gpus <= cluster.most_gpus:
+        gpus *= 2
+        if gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node:
+            return None
+        if any(plan.fits for plan in _candidates(workload, cluster, gpus, strategies)):
+            return gpus
+    return None
 
 
 def fastest(plans: Sequence[Plan], strategy: Strategy | None = None) -> Plan | None:
@@ -137,7 +151,8 @@ def fastest(plans: Sequence[Plan], strategy: Strategy | None = None) -> Plan | N
     return found[0] if found else None
 
 
-def _require_gpus(cluster: Cluster, gpus: int) -> None:
+def require_gpus(cluster: Cluster, gpus: int) -> None:
+    """Raise ValueError for a number of GPUs that the cluster does not have in whole nodes."""
     if gpus > cluster.most_gpus:
         raise ValueError(
             f"--gpus {gpus}: {cluster.name} has {cluster.most_gpus}; "
