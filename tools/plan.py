@@ -23,6 +23,7 @@ from megatron.boost.command_line import ToolParser, run_tool, whole_number, writ
 from megatron.boost.planner.cluster import load_cluster, presets
 from megatron.boost.planner.layouts import STRATEGIES, Workload
 from megatron.boost.planner.models import SIZES, load_model
+from megatron.boost.planner.published import PUBLISHED_ON
 from megatron.boost.planner.reports.analysis import analysis_report
 from megatron.boost.planner.reports.plan import plan_report
 from megatron.boost.planner.reports.plots import plots_report
@@ -43,6 +44,11 @@ def main(argv: Sequence[str] | None) -> None:
 def _report(args: argparse.Namespace) -> Report:
     cluster = load_cluster(args.gpu)
     if args.validate:
+        if args.gpu in presets() and args.gpu != PUBLISHED_ON:
+            raise ValueError(
+                f"--gpu {args.gpu}: the published times are {PUBLISHED_ON}'s; "
+                f"nearest legal value: {PUBLISHED_ON}"
+            )
         return validation_report(cluster)
     workload = Workload(
         model=_model(args),

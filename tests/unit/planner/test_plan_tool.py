@@ -101,6 +101,7 @@ def test_a_hugging_face_configuration_is_a_model(capsys, tmp_path):
         (["--ratio", "1.5"], "--ratio 1.5: .* nearest legal value: 1.0"),
         (["--rank", "5000"], "--rank 5000: .* nearest legal value: 4096"),
         (["--analyse", "--gpus", "3"], "--num-attention-heads 32: .*-size 3; nearest"),
+        (["--validate", "--gpu", "h100"], "--gpu h100: .* nearest legal value: a100-80"),
         (["--dtype", "fp32"], "--dtype fp32: .* nearest legal value: bf16"),
         (["--scaling", "strong", "--gpus", "9999"], "--gpus 9999: .* nearest legal value: 7168"),
         (["--plot", "/proc/nowhere/figure"], "--plot /proc/nowhere/figure: cannot be written"),
