@@ -1,0 +1,78 @@
+"""Check the recipes of `examples/` against the accounting."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.boost.command_line import FAILED, ToolParser, print_error, run_tool, write_json
+from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.recipes.commands import all_recipes, command_of
+
+_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro-batch", "parameters", "GiB", "all-reduces", "")
+
+
+def main(argv: Sequence[str] | None) -> None:
+    """Check all recipes, or those whose name contains `--only`."""
+    parser = ToolParser(__doc__ or "")
+    parser.add_argument("--only", default="", metavar="WORDS", help="e.g. '7B btp'")
+    arguments = parser.parse_args(argv)
+    recipes = [recipe for recipe in all_recipes() if arguments.only in recipe.name]
+    if not recipes:
+        names = ", ".join(recipe.name for recipe in all_recipes())
+        raise ValueError(
+            f"--only {arguments.only}: no recipe has that in its name; these are {names}"
+        )
+    table = Table(*_COLUMNS, title="recipes, as built and as accounted")
+    started, results, faults = time.monotonic(), {}, []
+    with megatron_on_cpu():
+        from megatron.boost.recipes.check import check
+
+        for recipe in recipes:
+            checked = check(command_of(recipe))
+            results[recipe.name.replace(" ", "_")] = asdict(checked)
+            faults += [f"{recipe.name}: {fault}" for fault in checked.faults]
+            table.add_row(
+                recipe.name,
+                str(checked.ranks),
+                f"{checked.tensor_parallel}·{checked.pipeline_parallel}·{checked.data_parallel}",
+                str(checked.micro_batch_size),
+                f"{checked.parameters / 1e9:.3f} B",
+                f"{checked.gib:.1f}",
+                "{} + {}".format(*checked.all_reduces),
+                "differs" if checked.faults else "as accounted",
+            )
+    Console(width=100).print(table)
+    built = sum(result["built"] for result in results.values())
+    print(
+        f"{len(recipes)} recipes, {built} ranks built, {len(faults)} differences, "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    if arguments.json:
+        write_json(
+            arguments.json,
+            {
+                "recipes": len(recipes),
+                "ranks_built": built,
+                "differences": len(faults),
+                **{
+                    f"{name}_{key}": value
+                    for name, result in results.items()
+                    for key, value in result.items()
+                    if isinstance(value, int | float)
+                },
+            },
+        )
+    if faults:
+        for fault in faults:
+            print_error(fault)
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    run_tool(main)
