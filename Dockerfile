@@ -13,11 +13,11 @@ COPY . .
 # What the base was built of stays: these constraints stand in for its own, which pin everything.
 # Editable, so that `megatron` is a plain folder beside pip's. Without isolation the build sees the
 # base's torch and nvcc, and compiles csrc for the architectures named here.
-ARG TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
+ARG ARCHITECTURES="8.0;9.0+PTX"
 RUN pip list --format=freeze \
         | grep -iE '^(torch|torchvision|triton|transformer[-_]engine|apex|flash[-_]attn)[a-z_-]*==' \
         > /tmp/base.txt \
-    && export PIP_CONSTRAINT=/tmp/base.txt BOOST_BUILD=cuda TORCH_CUDA_ARCH_LIST \
+    && export PIP_CONSTRAINT=/tmp/base.txt BOOST_BUILD=cuda TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" \
     && pip install --no-cache-dir 'setuptools>=77' wheel \
     && pip install --no-cache-dir --no-build-isolation --editable . \
     && python -m boost_layers.ops

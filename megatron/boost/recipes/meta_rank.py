@@ -186,10 +186,10 @@ def canonical_name(stage: nn.Module, name: str) -> str:
     found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
     if found is None:
         return name
-    while hasattr(stage, "module"):
-        stage = stage.module
-    decoder: Any = stage.decoder
-    layer = decoder.layers[int(found[1])].layer_number - 1
+    inner: Any = stage
+    while hasattr(inner, "module"):
+        inner = inner.module
+    layer = inner.decoder.layers[int(found[1])].layer_number - 1
     return f"decoder.layers.{layer}.{found[2]}"
 
 

@@ -1,0 +1,78 @@
+"""The recipes' scripts start training runs, on CPU and with the sizes cut."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import ROOT, finished
+
+SLURM = ROOT / "tests" / "support" / "slurm"
+CUT = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 "
+    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 "
+    "--vocab-size 256 --train-iters 3 --lr-warmup-iters 1 --log-interval 1 --eval-iters 1 "
+    "--num-workers 0"
+).split()
+
+
+def logged_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"iteration +\d+/ +3 \|.*lm loss: (\S+)", output)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe, training, cut",
+    [
+        # Full recompute is among the flags of one, checkpointing at the latents of the other.
+        ("30B full-rank", "llama2", ["--tensor-model-parallel-size", "2"]),
+        ("30B btp lax", "llama2", ["--tensor-model-parallel-size", "1"]),
+        ("60M vanilla svd", "cola", []),
+    ],
+)
+def test_a_recipe_runs(recipe: str, training: str, cut: list[str]) -> None:
+    low_rank = [] if "full-rank" in recipe else ["--low-rank-rank", "16"]
+    stages = ["--pipeline-model-parallel-size", "2" if "lax" in recipe else "1"]
+    output, _ = finished(
+        ["bash", "examples/train.sh", *recipe.split(), *CUT, *cut, *stages, *low_rank],
+        {"DEVICE": "cpu", "GPUS_PER_NODE": "2", "NNODES": "1", "TRAINING": training}
+        | {"MASTER_PORT": str(free_port())},
+    )
+    assert len(logged_losses(output)) == 3
+
+
+@pytest.mark.program
+def test_a_job_runs_on_its_nodes() -> None:
+    """Two nodes of one rank each, which are this machine; `scontrol` and `srun` stand in."""
+    job = {
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_JOB_NODELIST": "here,here",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "DEVICE": "cpu",
+    }
+    layout = "--tensor-model-parallel-size 2 --low-rank-rank 16".split()
+    output, _ = finished(
+        ["bash", "examples/train.sbatch", "7B", "btp", "cola", *CUT, *layout],
+        job | {"PATH": f"{SLURM}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert len(logged_losses(output)) == 3
+    assert output.count("> device: cpu") == 1
+
+
+def free_port() -> int:
+    """A port from 20000 to 39999, as the job's script picks one, that nobody listens at."""
+    for port in range(20000, 40000):
+        with socket.socket() as taken:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")
