@@ -71,7 +71,10 @@ def test_the_drawn_collectives_are_the_accounted_ones(
     accounted = found["forward", "all_reduce"]
     # The synchronous norm's two messages of one fp32 number, which the figure has no columns for.
     norms = 2 if title == "BTP" else 0
-    assert (len(reduced) + norms, 2 * sum(reduced) + 4 * norms) == (accounted.calls, accounted.bytes)
+    assert (len(reduced) + norms, 2 * sum(reduced) + 4 * norms) == (
+        accounted.calls,
+        accounted.bytes,
+    )
     shards = found.get(("forward", "all_gather"))
     assert sum(gathered) == (shards.bytes * 4 // 2 if shards else 0)
 

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megatron.boost.command_line import FAILED, ToolParser, print_error, run_tool, write_json
-from megatron.boost.cpu import megatron_on_cpu
-from megatron.boost.recipes.commands import all_recipes, command_of
+from megatron.boost.recipes.check import check_recipe
+from megatron.boost.recipes.commands import all_recipes
 
-_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro-batch", "parameters", "GiB", "all-reduces", "")
+_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro", "parameters", "GiB", "collectives", "")
+_MOST_PROCESSES = 8
 
 
 def main(argv: Sequence[str] | None) -> None:
-    """Check all recipes, or those whose name contains `--only`."""
+    """Check all recipes, or those whose name contains `--only`, on this machine's cores."""
     parser = ToolParser(__doc__ or "")
     parser.add_argument("--only", default="", metavar="WORDS", help="e.g. '7B btp'")
     arguments = parser.parse_args(argv)
     recipes = [recipe for recipe in all_recipes() if arguments.only in recipe.name]
     if not recipes:
-        names = ", ".join(recipe.name for recipe in all_recipes())
-        raise ValueError(
-            f"--only {arguments.only}: no recipe has that in its name; these are {names}"
-        )
-    table = Table(*_COLUMNS, title="recipes, as built and as accounted")
+        known = ", ".join(recipe.name for recipe in all_recipes())
+        raise ValueError(f"--only {arguments.only}: no recipe has that in its name; known: {known}")
+    table = Table(*_COLUMNS, box=box.SIMPLE, padding=(0, 0, 0, 1))
     started, results, faults = time.monotonic(), {}, []
-    with megatron_on_cpu():
-        from megatron.boost.recipes.check import check
-
-        for recipe in recipes:
-            checked = check(command_of(recipe))
+    processes = min(len(recipes), os.cpu_count() or 1, _MOST_PROCESSES)
+    # A process that torch has not been used in: after a fork its threads would be missing.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) as pool:
+        for recipe, checked in zip(recipes, pool.map(check_recipe, recipes), strict=True):
             results[recipe.name.replace(" ", "_")] = asdict(checked)
             faults += [f"{recipe.name}: {fault}" for fault in checked.faults]
             table.add_row(
@@ -44,10 +47,10 @@ def main(argv: Sequence[str] | None) -> None:
                 str(checked.micro_batch_size),
                 f"{checked.parameters / 1e9:.3f} B",
                 f"{checked.gib:.1f}",
-                "{} + {}".format(*checked.all_reduces),
+                f"{checked.forward_collectives} + {checked.backward_collectives}",
                 "differs" if checked.faults else "as accounted",
             )
-    Console(width=100).print(table)
+    Console(width=110).print(table)
     built = sum(result["built"] for result in results.values())
     print(
         f"{len(recipes)} recipes, {built} ranks built, {len(faults)} differences, "

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron.boost.accounting.collectives import layer_collectives
 from megatron.boost.accounting.memory_report import memory_footprint
 from megatron.boost.accounting.parameters import model_parameters
 from megatron.boost.accounting.sizes import Layout, validate_layout
-from megatron.boost.recipes.commands import Command
+from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.quiet import quiet_output
+from megatron.boost.recipes.commands import Command, Recipe, command_of
 from megatron.boost.recipes.facts import accounted_facts, differences
 from megatron.boost.recipes.meta_rank import (
     Run,
@@ -39,8 +44,9 @@ class Checked:
     """Of the model."""
     gib: float
     """Of the rank that needs most."""
-    all_reduces: tuple[int, int]
-    """Per layer, forward and backward."""
+    forward_collectives: int
+    """Calls per layer and micro-batch."""
+    backward_collectives: int
     built: int
     """Ranks that were built."""
     faults: tuple[str, ...]
@@ -54,6 +60,12 @@ def places(layout: Layout) -> list[tuple[int, int]]:
     return list(zip((0, tp // 2, tp - 1), stages, strict=False))
 
 
+def check_recipe(recipe: Recipe) -> Checked:
+    """`check` of a recipe, in a process that has not imported Megatron yet, or has done so here."""
+    with quiet_output(Path(os.devnull)), megatron_on_cpu():
+        return check(command_of(recipe))
+
+
 def check(command: Command) -> Checked:
     """Validate a recipe's command line as its run would, build its ranks and compare; inside
     `megatron_on_cpu()`.
@@ -63,28 +75,27 @@ def check(command: Command) -> Checked:
     """
     with configured(command, rank=0) as run:
         validate_layout(run.model, run.layout)
-        layout, faults = run.layout, _faults_of_memory(run)
-        summary = _summary(run, len(places(layout)))
-    for tp_rank, pp_rank in places(layout):
-        faults += [
-            f"stage {pp_rank}, TP rank {tp_rank}: {line}"
-            for line in rank_differences(command, rank_at(layout, tp_rank, pp_rank))
-        ]
+        others = [rank_at(run.layout, *place) for place in places(run.layout)[1:]]
+        summary = _summary(run, built=1 + len(others))
+        faults = _faults_of_memory(run) + rank_faults(run)
+    for rank in others:
+        with configured(command, rank) as run:
+            faults += rank_faults(run)
     return replace(summary, faults=tuple(faults))
 
 
-def rank_differences(command: Command, rank: int) -> list[str]:
-    """What of one rank is not as accounted."""
-    with configured(command, rank) as run, fake_world(run):
-        return differences(built_facts(run), accounted_facts(run.model, run.layout, run.pp_rank))
+def rank_faults(run: Run) -> list[str]:
+    """A line for each fact of this rank, built, that is not as accounted."""
+    with fake_world(run):
+        found = differences(built_facts(run), accounted_facts(run.model, run.layout, run.pp_rank))
+    return [f"rank {run.rank}, of stage {run.pp_rank}: {line}" for line in found]
 
 
 def _summary(run: Run, built: int) -> Checked:
     layer = layer_collectives(run.model, run.layout, run.model.num_layers - 1)
-    forward, backward = (
-        layer[phase, "all_reduce"].calls if (phase, "all_reduce") in layer else 0
-        for phase in ("forward", "backward")
-    )
+    calls = Counter[str]()
+    for (phase, _), traffic in layer.items():
+        calls[phase] += traffic.calls
     return Checked(
         ranks=run.world_size,
         tensor_parallel=run.layout.tensor_parallel,
@@ -93,7 +104,8 @@ def _summary(run: Run, built: int) -> Checked:
         micro_batch_size=run.layout.micro_batch_size,
         parameters=model_parameters(run.model),
         gib=memory_footprint(run.model, run.layout).total_mib / 1024,
-        all_reduces=(forward, backward),
+        forward_collectives=calls["forward"],
+        backward_collectives=calls["backward"],
         built=built,
         faults=(),
     )

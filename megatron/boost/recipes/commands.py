@@ -58,10 +58,11 @@ class Command:
 
 
 def all_recipes() -> Iterator[Recipe]:
-    """Every recipe that the table of the examples has a layout for."""
+    """Every recipe that the table of the examples has a layout for; CoLA's training is CoLA's."""
     for training, size, named, *_ in table_rows("layout"):
+        low_rank = ("cola",) if training == "cola" else ARCHITECTURES
         for strategy in STRATEGIES if named == "any" else (named,):
-            for arch in (None,) if strategy == "full-rank" else ARCHITECTURES:
+            for arch in (None,) if strategy == "full-rank" else low_rank:
                 yield Recipe(training, size, strategy, arch)
 
 

@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,6 +22,7 @@ from boost_layers.carry import width_between_stages
 from boost_layers.communication import LEDGER
 from megatron.boost.accounting.of_megatron import layout_of_arguments, model_of_arguments
 from megatron.boost.accounting.sizes import Layout, Model
+from megatron.boost.patches.replacement import replaced
 from megatron.boost.recipes.facts import RankFacts
 from megatron.boost.recipes.kept_memory import KeptMemory
 
@@ -149,12 +150,13 @@ def built_facts(run: Run) -> RankFacts:
     assert all(p.is_meta for stage in stages for p in stage.parameters())
     kept = KeptMemory(*stages)
     LEDGER.clear()
+    inputs = [_stage_input(run, stage) for stage in stages]
     with (
-        kept.hooks(),
+        _empty_cuda_is_meta(),
         mock.patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
     ):
-        inputs = [_stage_input(run, stage) for stage in stages]
-        outputs = [_forward(stage, x, run) for stage, x in zip(stages, inputs, strict=True)]
+        with kept.hooks():
+            outputs = [_forward(stage, x, run) for stage, x in zip(stages, inputs, strict=True)]
         kept_bytes = kept.bytes
         for output in outputs:
             output.sum().backward()
@@ -191,6 +193,18 @@ def canonical_name(stage: nn.Module, name: str) -> str:
         inner = inner.module
     layer = inner.decoder.layers[int(found[1])].layer_number - 1
     return f"decoder.layers.{layer}.{found[2]}"
+
+
+def _empty_cuda_is_meta() -> AbstractContextManager[None]:
+    """Context in which an empty tensor on the CUDA device by its number, as Megatron's head makes
+    them for what it receives, is on the meta device instead."""
+    empty = torch.empty
+
+    def on_meta(*args: Any, device: Any = None, **more: Any) -> Tensor:
+        numbered = isinstance(device, int)
+        return empty(*args, device="meta" if numbered else device, **more)
+
+    return replaced(torch, "empty", on_meta)
 
 
 def _stage_input(run: Run, stage: GPTModel) -> Tensor | None:
