@@ -45,9 +45,11 @@ esac
 facts=$(row training "$TRAINING" && row course "$TRAINING" "$SIZE" && row model "$SIZE" &&
     row layout "$TRAINING" "$SIZE" "$STRATEGY")
 read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITERATIONS \
-    HIDDEN FFN HEADS LAYERS RANK MLP TP PP MICRO_BATCH RECOMPUTE <<<"$facts" || true
+    HIDDEN FFN HEADS LAYERS RANK MLP TP PP MICRO_BATCH SP RECOMPUTE <<<"$facts" || true
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+# Without GPUs a recipe is cut, its layout too.
+[[ $DEVICE == cpu ]] && NNODES=${NNODES:-1}
 NNODES=${NNODES:-$(((TP * PP + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}
 if ((NNODES > 1)) && [[ ! ${DRY_RUN:-} && ! (${MASTER_ADDR:-} && ${NODE_RANK:-}) ]]; then
     refuse "NNODES=$NNODES: on each node set NODE_RANK, and MASTER_ADDR to the first one's name; \
@@ -94,12 +96,10 @@ PARALLEL_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
-if [[ $STRATEGY == full-rank ]]; then
-    LOW_RANK_ARGS=(--low-rank-arch "$ARCH")
-    # As Megatron's own recipes have it: activations between the projections are split over TP too.
-    ((TP > 1)) && PARALLEL_ARGS+=(--sequence-parallel)
-else
-    LOW_RANK_ARGS=(--low-rank-arch "$ARCH" --low-rank-tp "$STRATEGY" --low-rank-rank "$RANK")
+[[ $SP == yes ]] && PARALLEL_ARGS+=(--sequence-parallel)
+LOW_RANK_ARGS=(--low-rank-arch "$ARCH")
+if [[ $STRATEGY != full-rank ]]; then
+    LOW_RANK_ARGS+=(--low-rank-tp "$STRATEGY" --low-rank-rank "$RANK")
     [[ $ARCH != svd ]] && LOW_RANK_ARGS+=(--low-rank-mlp "$MLP")
 fi
 case $RECOMPUTE in

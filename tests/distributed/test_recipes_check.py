@@ -44,7 +44,7 @@ def test_a_recipe_of_each_kind_is_as_accounted() -> None:
     assert large == replace(
         large, ranks=16, tensor_parallel=4, pipeline_parallel=4, built=3, faults=()
     )
-    assert (large.forward_collectives, large.backward_collectives) == (4, 6)
+    assert (large.forward_collectives, large.backward_collectives) == (2, 2)
 
 
 def checked_with(recipe: Recipe, *flags: str) -> Checked:

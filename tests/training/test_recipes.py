@@ -26,6 +26,31 @@ def logged_losses(output: str) -> list[float]:
 
 
 @pytest.mark.slow
+def test_the_command_for_a_machine_without_gpus_runs() -> None:
+    command = documented("On a machine without GPUs")
+    output, _ = finished(["bash", "-c", command], {"MASTER_PORT": str(free_port())})
+    assert len(re.findall(r"lm loss: \S+ \|", output)) == 4
+
+
+@pytest.mark.parametrize(
+    "heading", ["Recipes for clusters", "CoLA's own training", "On a machine without GPUs"]
+)
+def test_the_documented_commands_are_recipes(heading: str) -> None:
+    """They are printed rather than run; sbatch is a shell here, which knows its comments."""
+    commands = re.sub(r"^sbatch.*?examples", "bash examples", documented(heading), flags=re.M)
+    output, errors = finished(["bash", "-e", "-c", commands], {"DRY_RUN": "command"})
+    assert output.count("pretrain_gpt.py") == commands.count("examples/train.") and not errors
+
+
+def documented(heading: str) -> str:
+    """The commands under a heading of the examples' README."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"^#+ {heading}\n.*?^```sh\n(.*?)^```", page, re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.program
 @pytest.mark.parametrize(
     "recipe, training, cut",
     [

@@ -5,6 +5,7 @@ its sizes cut and `--profile` left out."""
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,10 +68,11 @@ def cut(recipe: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_recipe_of_upstreams_trains_saves_and_goes_on(tmp_path: Path) -> None:
+def test_a_recipe_of_upstreams_trains_logs_and_saves(tmp_path: Path) -> None:
     output, _ = finished_python([*TORCHRUN, "pretrain_gpt.py", *cut(RECIPE, tmp_path)])
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
     assert len(losses) == 5 and losses[-1] < losses[0]
     assert "throughput per GPU" in output
     assert (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "5"
-    assert list((tmp_path / "logs").iterdir())
+    if find_spec("tensorboard") is not None:
+        assert list((tmp_path / "logs").iterdir())

@@ -15,7 +15,13 @@ ARCHITECTURES = ("cola", "svd", "lax")
 
 
 def table_rows(kind: str) -> Iterator[list[str]]:
-    """The rows of the examples' table that begin with `kind`, without that word."""
+    """The rows of the examples' table that begin with `kind`, without that word.
+
+    Raises:
+        ValueError: where this package was installed without the examples.
+    """
+    if not EXAMPLES.is_dir():
+        raise ValueError(f"{EXAMPLES}: is not there; the recipes stand in the project's checkout")
     for line in (EXAMPLES / "recipes.txt").read_text(encoding="utf-8").splitlines():
         first, *words = line.split() or [""]
         if first == kind:
