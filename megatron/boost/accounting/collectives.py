@@ -7,14 +7,14 @@ group of one. Embedding, head and loss are Megatron's and not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from boost_layers.carry import width_between_stages
 from boost_layers.communication import Operation, Phase
 from boost_layers.ops import message_dtype, statistics_columns
 from megatron.boost.accounting.flops import checkpointed_layers
-from megatron.boost.accounting.sizes import Layout, Model
+from megatron.boost.accounting.sizes import Layout, Model, Projection
 
 _FP32_BYTES = 4
 
@@ -33,6 +33,17 @@ class Traffic:
 Collectives = dict[tuple[Phase, Operation], Traffic]
 
 
+@dataclass(frozen=True)
+class Message:
+    """One collective of a layer."""
+
+    phase: Phase
+    operation: Operation
+    bytes: float
+    members: tuple[str, ...] = ()
+    """The projections whose latent, output or input gradient it carries."""
+
+
 def _add(collectives: Collectives, phase: Phase, operation: Operation, size: float) -> None:
     """Count one collective of `size` bytes."""
     key = phase, operation
@@ -45,10 +56,8 @@ def layer_collectives(
     """The collectives of one layer and micro-batch; `checkpointed` by full recompute, the forward's
     happen once more in backward ("recompute")."""
     collectives: Collectives = {}
-    if layout.tensor_parallel > 1:
-        count = {"dense": _dense, "vanilla": _vanilla, "btp": _btp}[model.strategy(layer)]
-        for phase, operation, size in count(model, layout, layer):
-            _add(collectives, phase, operation, size)
+    for message in layer_messages(model, layout, layer):
+        _add(collectives, message.phase, message.operation, message.bytes)
     if checkpointed:
         for (phase, operation), traffic in list(collectives.items()):
             if phase == "forward":
@@ -56,10 +65,19 @@ def layer_collectives(
     return collectives
 
 
-Collective = tuple[Phase, Operation, float]
+def layer_messages(model: Model, layout: Layout, layer: int) -> tuple[Message, ...]:
+    """The collectives of one layer and micro-batch one by one, without full recompute's."""
+    if layout.tensor_parallel == 1:
+        return ()
+    count = {"dense": _dense, "vanilla": _vanilla, "btp": _btp}[model.strategy(layer)]
+    return tuple(count(model, layout, layer))
 
 
-def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+def _names(projections: Sequence[Projection]) -> tuple[str, ...]:
+    return tuple(projection.name.rpartition(".")[2] for projection in projections)
+
+
+def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
     """An all-reduce of every (grouped) latent, forward with the statistics of the norm before it,
     and of every latent's gradient; an all-gather of every latent that is kept by shares."""
     settings = model.settings(layer)
@@ -71,22 +89,24 @@ def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
         after_norm = len(group) > 1
         online = after_norm and settings.norm == "online"
         if after_norm and not online:
-            yield "forward", "all_reduce", n * _FP32_BYTES
+            yield Message("forward", "all_reduce", n * _FP32_BYTES)
         messages = [group] if settings.grouping else [(projection,) for projection in group]
         for position, message in enumerate(messages):
             width = sum(projection.rank or 0 for projection in message)
             more = columns if online and position == 0 else 0
             size = online_dtype.itemsize if online else number
-            yield "forward", "all_reduce", n * (width + more) * size
-            yield "backward", "all_reduce", n * width * number
+            names = _names(message)
+            yield Message("forward", "all_reduce", n * (width + more) * size, names)
+            yield Message("backward", "all_reduce", n * width * number, names)
             if settings.recompute_shard:
-                yield "recompute", "all_gather", n * width * number / tp
+                share = n * width * number / tp
+                yield Message("recompute", "all_gather", share, names)
                 if model.place(layer).crosses and after_norm:
                     # u, for the norm's backward, beside w.
-                    yield "recompute", "all_gather", n * width * number / tp
+                    yield Message("recompute", "all_gather", share, names)
 
 
-def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
     """An all-reduce of every projection's output forward; backward one of every (grouped) input's
     gradient. Sliced heads: o's input is gathered and its gradient scattered, and the gradients of
     q, k and v are gathered. LaX: the shares of every (grouped) latent are gathered, and those of
@@ -97,40 +117,45 @@ def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
     for position, group in enumerate(model.groups(layer)):
         runs = [group] if settings.grouping else [(projection,) for projection in group]
         for run in runs:
+            names, size_in = _names(run), per_column * run[0].in_features
             if settings.crossing:
-                width = sum(projection.rank or 0 for projection in run) / layout.tensor_parallel
-                yield "forward", "all_gather", per_column * width
-                yield "backward", "all_gather", per_column * width
+                ranks = sum(projection.rank or 0 for projection in run)
+                share = per_column * ranks / layout.tensor_parallel
+                yield Message("forward", "all_gather", share, names)
+                yield Message("backward", "all_gather", share, names)
             for projection in run:
-                yield "forward", "all_reduce", per_column * projection.out_features
+                size = per_column * projection.out_features
+                yield Message("forward", "all_reduce", size, _names([projection]))
             if sliced and position == 0:
                 heads = sum(projection.out_features for projection in run)
-                yield "backward", "all_gather", per_column * heads / layout.tensor_parallel
+                share = per_column * heads / layout.tensor_parallel
+                yield Message("backward", "all_gather", share, names)
             gathered = sliced and position == 1
             if not gathered:
-                yield "backward", "all_reduce", per_column * run[0].in_features
+                yield Message("backward", "all_reduce", size_in, names)
                 continue
-            yield "forward", "all_gather", per_column * run[0].in_features / layout.tensor_parallel
-            yield "backward", "reduce_scatter", per_column * run[0].in_features
+            yield Message("forward", "all_gather", size_in / layout.tensor_parallel, names)
+            yield Message("backward", "reduce_scatter", size_in, names)
 
 
-def _dense(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
+def _dense(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
     """For attention and MLP: an all-reduce of the output forward and of the input's gradient
     backward. With sequence parallelism an all-gather of the input and a reduce-scatter of the
     output, and backward the gathered gradient of the output, the input gathered again, and the
     scattered gradient of the input."""
     whole = layout.tokens * model.hidden_size * layout.dtype.itemsize
     shard = whole / layout.tensor_parallel
-    for _ in ("attention", "mlp"):
+    attention_in, attention_out, mlp_in, mlp_out = map(_names, model.groups(layer))
+    for opening, closing in ((attention_in, attention_out), (mlp_in, mlp_out)):
         if not layout.sequence_parallel and layout.split_tokens(model) == 1:
-            yield "forward", "all_reduce", whole
-            yield "backward", "all_reduce", whole
+            yield Message("forward", "all_reduce", whole, closing)
+            yield Message("backward", "all_reduce", whole, opening)
             continue
-        yield "forward", "all_gather", shard
-        yield "forward", "reduce_scatter", whole
-        yield "backward", "all_gather", shard
-        yield "backward", "all_gather", shard
-        yield "backward", "reduce_scatter", whole
+        yield Message("forward", "all_gather", shard, opening)
+        yield Message("forward", "reduce_scatter", whole, closing)
+        yield Message("backward", "all_gather", shard, closing)
+        yield Message("backward", "all_gather", shard, opening)
+        yield Message("backward", "reduce_scatter", whole, opening)
 
 
 def border_collectives(
@@ -188,14 +213,56 @@ def stage_message_bytes(model: Model, layout: Layout) -> int:
 
 
 def wire_bytes(collectives: Collectives, tensor_parallel: int) -> float:
-    """Bytes that one rank sends for these collectives with ring algorithms: an all-reduce
-    2·(T−1)/T of its tensor, a reduce-scatter and an all-to-all (T−1)/T, and an all-gather T−1
-    times its shard."""
-    share = (tensor_parallel - 1) / tensor_parallel
+    """Bytes that one rank sends for these collectives with ring algorithms."""
+    return sum(
+        operation_wire_bytes(operation, traffic.bytes, tensor_parallel)
+        for (_, operation), traffic in collectives.items()
+    )
+
+
+def operation_wire_bytes(operation: Operation, size: float, ranks: int) -> float:
+    """Bytes that one of `ranks` ranks sends for a collective of `size` bytes with a ring: an
+    all-reduce 2·(T−1)/T of its tensor, a reduce-scatter and an all-to-all (T−1)/T, and an
+    all-gather T−1 times its shard."""
+    share = (ranks - 1) / ranks
     factors: dict[Operation, float] = {
         "all_reduce": 2 * share,
         "reduce_scatter": share,
         "all_to_all": share,
-        "all_gather": tensor_parallel - 1,
+        "all_gather": ranks - 1,
     }
-    return sum(factors[operation] * t.bytes for (_, operation), t in collectives.items())
+    return factors[operation] * size
+
+
+def vocabulary_messages(model: Model, layout: Layout, pp_rank: int) -> tuple[Message, ...]:
+    """What Megatron communicates for embedding, head and loss of one micro-batch.
+
+    The embedding: an all-reduce of `[n, d]`, or with sequence parallelism a reduce-scatter and
+    backward an all-gather (under BTP `border_collectives` counts it). The head: backward an
+    all-reduce of its input's gradient, or an all-gather of its input in both phases and a
+    reduce-scatter. The loss: all-reduces of the maximum, of the label's logit and of Σ exp, n fp32
+    numbers each.
+    """
+    tp = layout.tensor_parallel
+    if tp == 1:
+        return ()
+    messages: list[Message] = []
+    whole = layout.tokens * model.hidden_size * layout.dtype.itemsize
+    by_sequence = layout.split_tokens(model) > 1
+    embedding, head = ("word_embeddings",), ("head",)
+    if layout.has_embedding(pp_rank) and not model.settings(0).hidden_sharded:
+        if by_sequence:
+            messages.append(Message("forward", "reduce_scatter", whole, embedding))
+            messages.append(Message("backward", "all_gather", whole / tp, embedding))
+        else:
+            messages.append(Message("forward", "all_reduce", whole, embedding))
+    if layout.has_head(pp_rank):
+        if by_sequence:
+            messages.append(Message("forward", "all_gather", whole / tp, head))
+            messages.append(Message("backward", "all_gather", whole / tp, head))
+            messages.append(Message("backward", "reduce_scatter", whole, head))
+        else:
+            messages.append(Message("backward", "all_reduce", whole, head))
+        loss = Message("forward", "all_reduce", layout.tokens * _FP32_BYTES, ("loss",))
+        messages += [loss] * 3
+    return tuple(messages)

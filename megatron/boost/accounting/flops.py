@@ -98,7 +98,7 @@ def rank_layer_forward_flops(model: Model, layout: Layout, layer: int, work: Wor
     tp = layout.tensor_parallel
     per_token = layer_projection_flops_per_token(model, layer) / tp
     per_token += layer_gate_flops_per_token(model, layer)
-    return per_token * work.tokens + _rank_attention_flops(model, layout, layer, work)
+    return per_token * work.tokens + rank_attention_flops(model, layout, layer, work)
 
 
 def rank_layer_recompute_flops(
@@ -120,14 +120,16 @@ def rank_layer_recompute_flops(
         (q, k, v), (o,), (gate, up), _ = model.groups(layer)
         again = [q, k, v, gate, up, *([o] if settings.recompute_residual else [])]
         ups = sum(2 * p.out_features * (p.rank or 0) for p in again) / layout.tensor_parallel
-        attention = _rank_attention_flops(model, layout, layer, work)
+        attention = rank_attention_flops(model, layout, layer, work)
         return gates + ups * work.tokens + attention
     if layout.recompute == "core_attention":
-        return gates + _rank_attention_flops(model, layout, layer, work)
+        return gates + rank_attention_flops(model, layout, layer, work)
     return gates
 
 
-def _rank_attention_flops(model: Model, layout: Layout, layer: int, work: Work) -> float:
+def rank_attention_flops(model: Model, layout: Layout, layer: int, work: Work) -> float:
+    """Q·Kᵀ and P·V of one layer on one rank, forward: all heads where vanilla tensor parallelism
+    replicates them, else 1/T."""
     replicated = (
         model.strategy(layer) == "vanilla"
         and model.settings(layer).vanilla_attention == "replicated"

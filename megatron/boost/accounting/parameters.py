@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from boost_layers.initialization import balanced_factors
 from megatron.boost.accounting.sizes import Layout, Model
@@ -89,12 +90,18 @@ def vocabulary_tensor(model: Model) -> ShardedShape:
 def stage_tensors(model: Model, layout: Layout, pp_rank: int) -> Tensors:
     """Every parameter of a pipeline rank by its canonical name. A tied head is there on the last
     stage of several, where it is a copy of the first one's embedding."""
-    tensors: Tensors = {}
-    if layout.has_embedding(pp_rank):
-        tensors["embedding.word_embeddings.weight"] = vocabulary_tensor(model)
+    tensors = _outer_tensors(model, layout, pp_rank)
     for layer in layout.layers(model, pp_rank):
         for name, shape in layer_tensors(model, layer).items():
             tensors[f"decoder.layers.{layer}.{name}"] = shape
+    return tensors
+
+
+def _outer_tensors(model: Model, layout: Layout, pp_rank: int) -> Tensors:
+    """Those of a pipeline rank that belong to no layer: embedding, final norm and head."""
+    tensors: Tensors = {}
+    if layout.has_embedding(pp_rank):
+        tensors["embedding.word_embeddings.weight"] = vocabulary_tensor(model)
     if layout.has_head(pp_rank):
         tensors["decoder.final_layernorm.weight"] = ShardedShape((model.hidden_size,), None)
         if not model.tied or not layout.has_embedding(pp_rank):
@@ -110,10 +117,17 @@ def layer_parameters(model: Model, layer: int) -> int:
 def rank_parameters(model: Model, layout: Layout, pp_rank: int) -> int:
     """Parameters that one rank of a pipeline stage holds, those replicated over tensor parallelism
     and the rows that pad the vocabulary included."""
+    tp = layout.tensor_parallel
+    outer = _outer_tensors(model, layout, pp_rank).values()
     return sum(
-        math.prod(tensor.on_rank(layout.tensor_parallel))
-        for tensor in stage_tensors(model, layout, pp_rank).values()
-    )
+        _rank_layer_parameters(model, layer, tp) for layer in layout.layers(model, pp_rank)
+    ) + sum(math.prod(tensor.on_rank(tp)) for tensor in outer)
+
+
+@lru_cache(maxsize=4096)
+def _rank_layer_parameters(model: Model, layer: int, tp: int) -> int:
+    """A planner asks for them once for every layer of thousands of layouts."""
+    return sum(math.prod(tensor.on_rank(tp)) for tensor in layer_tensors(model, layer).values())
 
 
 def model_parameters(model: Model) -> int:

@@ -9,6 +9,7 @@ the whole model, from 0; a *stage* is what one pipeline rank holds, all its virt
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -109,25 +110,7 @@ class Model:
 
     def projections(self, layer: int) -> tuple[Projection, ...]:
         """q, k, v, o, gate, up, down of one layer."""
-        d, f = self.hidden_size, self.ffn_hidden_size
-        low_rank = self.settings(layer).low_rank
-        return tuple(
-            Projection(
-                f"{block}.{name}",
-                size_in,
-                size_out,
-                self.low_rank.rank_of(name, d) if low_rank else None,
-            )
-            for block, name, size_in, size_out in (
-                ("self_attention", "q_proj", d, self.query_width),
-                ("self_attention", "k_proj", d, self.key_width),
-                ("self_attention", "v_proj", d, self.key_width),
-                ("self_attention", "o_proj", self.query_width, d),
-                ("mlp", "gate_proj", d, f),
-                ("mlp", "up_proj", d, f),
-                ("mlp", "down_proj", f, d),
-            )
-        )
+        return _projections(self, self.settings(layer).low_rank)
 
     def groups(self, layer: int) -> tuple[tuple[Projection, ...], ...]:
         """The projections that share their input: (q, k, v), (o), (gate, up), (down)."""
@@ -137,6 +120,29 @@ class Model:
     def dense_equivalent(self) -> Model:
         """The full-rank model of the same sizes."""
         return replace(self, low_rank=LowRankConfig(arch="dense"))
+
+
+@lru_cache(maxsize=256)
+def _projections(model: Model, low_rank: bool) -> tuple[Projection, ...]:
+    """A planner asks for them once for every layer of thousands of layouts."""
+    d, f = model.hidden_size, model.ffn_hidden_size
+    return tuple(
+        Projection(
+            f"{block}.{name}",
+            size_in,
+            size_out,
+            model.low_rank.rank_of(name, d) if low_rank else None,
+        )
+        for block, name, size_in, size_out in (
+            ("self_attention", "q_proj", d, model.query_width),
+            ("self_attention", "k_proj", d, model.key_width),
+            ("self_attention", "v_proj", d, model.key_width),
+            ("self_attention", "o_proj", model.query_width, d),
+            ("mlp", "gate_proj", d, f),
+            ("mlp", "up_proj", d, f),
+            ("mlp", "down_proj", f, d),
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

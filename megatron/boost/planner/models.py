@@ -1,0 +1,106 @@
+"""The models that `tools/plan.py --model` names, and those it reads from a file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from boost_layers.config import LowRankConfig
+from megatron.boost.accounting.sizes import Model
+
+_LLAMA2_VOCABULARY = 32000
+_ROWS_PER_RANK = 128
+"""Megatron's `--make-vocab-size-divisible-by`, for each tensor-parallel rank."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A LLaMA-2 model."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    layers: int
+    rank: int
+    """That the published runs have."""
+
+
+SIZES = {
+    "60M": Size(512, 1376, 8, 8, 128),
+    "130M": Size(768, 2048, 12, 12, 256),
+    "350M": Size(1024, 2736, 16, 24, 256),
+    "1B": Size(2048, 5472, 32, 24, 512),
+    "3B": Size(3072, 8192, 24, 28, 768),
+    "7B": Size(4096, 11008, 32, 32, 1024),
+    "13B": Size(5120, 13824, 40, 40, 1280),
+    "30B": Size(8192, 22016, 64, 36, 2048),
+    "40B": Size(8192, 22016, 64, 48, 2048),
+}
+"""60M to 350M are CoLA's (arXiv 2502.10940), 1B to 30B BOOST's (arXiv 2512.12131); CoLA's 1B has an
+FFN of 5461, which no tensor parallelism divides."""
+
+
+def model_of_size(size: Size, low_rank: LowRankConfig, *, tied: bool) -> Model:
+    """A LLaMA-2 model, its vocabulary not padded yet."""
+    return Model(
+        hidden_size=size.hidden,
+        ffn_hidden_size=size.ffn,
+        num_attention_heads=size.heads,
+        num_query_groups=size.heads,
+        kv_channels=size.hidden // size.heads,
+        num_layers=size.layers,
+        vocab_size=_LLAMA2_VOCABULARY,
+        padded_vocab_size=_LLAMA2_VOCABULARY,
+        tied=tied,
+        low_rank=low_rank,
+    )
+
+
+def load_model(name: str, low_rank: LowRankConfig) -> Model:
+    """A size by its name, untied as the recipes are; or the `config.json` of a Hugging Face LLaMA,
+    or the folder that it lies in.
+
+    Raises:
+        ValueError: for a name that is neither, and a configuration that is not LLaMA's.
+    """
+    if name in SIZES:
+        return model_of_size(SIZES[name], low_rank, tied=False)
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name.upper(), SIZES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"--model {name}: neither one of {', '.join(SIZES)} nor a config.json of Hugging Face; "
+            f"nearest legal value: {near}"
+        )
+    # Not at the top: reading configurations takes torch and transformers' names with it.
+    from megatron.boost.conversion.hf_config import description_from_hf
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} holds no JSON object")
+        description = description_from_hf(config)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--model {name}: {path} is no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from None
+    return Model(
+        hidden_size=description.hidden_size,
+        ffn_hidden_size=description.ffn_hidden_size,
+        num_attention_heads=description.num_heads,
+        num_query_groups=description.num_kv_heads,
+        kv_channels=description.head_dim,
+        num_layers=description.num_layers,
+        vocab_size=description.vocab_size,
+        padded_vocab_size=description.vocab_size,
+        tied=description.tied,
+        low_rank=low_rank,
+    )
+
+
+def padded(model: Model, tensor_parallel: int) -> Model:
+    """The model with its vocabulary padded as Megatron does, to a multiple of 128·T."""
+    rows = _ROWS_PER_RANK * tensor_parallel
+    return replace(model, padded_vocab_size=-(-model.vocab_size // rows) * rows)

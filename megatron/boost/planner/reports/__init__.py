@@ -1,0 +1,1 @@
+"""What `tools/plan.py` prints, a module for each of its modes."""

@@ -1,0 +1,188 @@
+"""`tools/plan.py`: the layouts of a model on a cluster, the fastest first, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.boost.accounting.parameters import model_parameters
+from megatron.boost.planner.break_even import break_even_ratio, gemm_break_even_ratio
+from megatron.boost.planner.cluster import Cluster
+from megatron.boost.planner.launch_flags import launch_lines
+from megatron.boost.planner.layouts import Plan, Strategy, Workload, fastest, find_plans
+from megatron.boost.planner.memory import GIB
+from megatron.boost.planner.reports.report import Report
+
+_NAMES: dict[Strategy, str] = {"btp": "BTP", "full-rank": "full-rank", "vanilla": "vanilla"}
+
+
+def plan_report(
+    workload: Workload, cluster: Cluster, gpus: int, strategies: Sequence[Strategy], top: int
+) -> Report:
+    """The ranking, the break-down of the best of each kind, what follows, and the flags."""
+    plans, too_large = find_plans(workload, cluster, gpus, strategies)
+    report = Report()
+    report.say(_heading(workload, cluster, gpus))
+    shown = plans[:top]
+    contenders = _contenders(plans)
+    shown += [plan for plan in contenders.values() if plan not in shown]
+    report.table(
+        f"The fastest of {len(plans)} layouts that fit ({too_large} do not fit in "
+        f"{cluster.memory.capacity_gib:g} GiB)",
+        _COLUMNS,
+        [_row(plan) for plan in shown],
+    )
+    report.table(
+        "Where the time goes, ms of an iteration",
+        ["", *contenders],
+        [
+            [
+                part.replace("_", " "),
+                *(f"{1e3 * plan.estimate.parts()[part]:,.0f}" for plan in contenders.values()),
+            ]
+            for part in plans[0].estimate.parts()
+        ],
+    )
+    report.table(
+        "Memory of the fullest GPU, GiB",
+        ["", *contenders],
+        [
+            [part, *(f"{getattr(p.memory, part) / GIB:.1f}" for p in contenders.values())]
+            for part in ("state", "activations", "transient", "reserved", "total")
+        ],
+    )
+    for sentence in _conclusions(plans, contenders):
+        report.say(sentence)
+    report.say("To launch the fastest, with your data, learning rate and checkpoints added:")
+    report.say(" \\\n    ".join(launch_lines(plans[0], workload)))
+    report.flat = _flat(plans, too_large, contenders)
+    return report
+
+
+def _heading(workload: Workload, cluster: Cluster, gpus: int) -> str:
+    model = workload.model
+    settings = model.low_rank
+    rank = settings.rank_of("q_proj", model.hidden_size)
+    return (
+        f"{settings.arch} with rank {rank}, d {model.hidden_size}, f {model.ffn_hidden_size}, "
+        f"{model.num_layers} layers: {model_parameters(model) / 1e9:.2f} B parameters, full-rank "
+        f"{model_parameters(model.dense_equivalent()) / 1e9:.2f} B. {gpus} x {cluster.name}, "
+        f"{workload.global_batch} sequences of {workload.sequence_length}, {workload.dtype}."
+    )
+
+
+_COLUMNS = [
+    "model",
+    "TP",
+    "PP",
+    "virtual",
+    "DP",
+    "micro-batch",
+    "of them",
+    "recompute",
+    "SP",
+    "s/iteration",
+    "tokens/s/GPU",
+    "MFU %",
+    "GiB",
+]
+
+
+def _row(plan: Plan) -> list[str]:
+    layout = plan.layout
+    return [
+        name_of(plan),
+        str(layout.tensor_parallel),
+        str(layout.pipeline_parallel),
+        str(layout.virtual_stages),
+        str(layout.data_parallel),
+        str(layout.micro_batch_size),
+        str(layout.micro_batches),
+        plan.recompute,
+        "yes" if layout.sequence_parallel else "no",
+        f"{plan.seconds:.3f}",
+        f"{plan.tokens_per_second / plan.gpus:,.0f}",
+        f"{100 * plan.utilisation:.0f}",
+        f"{plan.memory.total / GIB:.1f}",
+    ]
+
+
+def name_of(plan: Plan) -> str:
+    """Low-rank without tensor parallelism is neither BTP nor vanilla."""
+    if plan.strategy != "full-rank" and plan.layout.tensor_parallel == 1:
+        return "low-rank"
+    return _NAMES[plan.strategy]
+
+
+def _contenders(plans: Sequence[Plan]) -> dict[str, Plan]:
+    """The fastest of each kind that there is."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        kind = name_of(plan)
+        if kind == "low-rank":
+            kind = "low-rank, no TP"
+        found.setdefault(kind, plan)
+    return found
+
+
+def _conclusions(plans: Sequence[Plan], contenders: dict[str, Plan]) -> list[str]:
+    best = plans[0]
+    alone = contenders.get("low-rank, no TP")
+    btp = contenders.get("BTP")
+    full_rank = contenders.get("full-rank")
+    sentences = []
+    if alone is not None and btp is not None:
+        layout = alone.layout
+        kind = (
+            "data parallelism" if layout.pipeline_parallel == 1 else "data and pipeline parallelism"
+        )
+        if alone.seconds < btp.seconds:
+            sentences.append(
+                f"{kind.capitalize()} without tensor parallelism is faster here: "
+                f"{alone.seconds:.3f} s against {btp.seconds:.3f} s with BTP at TP "
+                f"{btp.layout.tensor_parallel} ({btp.seconds / alone.seconds:.2f} times). BTP pays "
+                "when memory or the batch leaves no room for it."
+            )
+        else:
+            sentences.append(
+                f"BTP at TP {btp.layout.tensor_parallel} is {alone.seconds / btp.seconds:.2f} "
+                f"times as fast as {kind} without tensor parallelism."
+            )
+    elif btp is not None:
+        sentences.append("Without tensor parallelism no low-rank layout fits in memory.")
+    low_rank = fastest(plans, "btp") or fastest(plans, "vanilla")
+    if full_rank is not None and low_rank is not None:
+        ratio = full_rank.seconds / low_rank.seconds
+        sentences.append(
+            f"The low-rank model is {ratio:.2f} times as fast as the full-rank one, each in its "
+            f"fastest layout. It stays faster up to a rank of "
+            f"{break_even_ratio(low_rank, full_rank):.2f}·d in that layout; the projections' "
+            f"operations alone are fewer up to {gemm_break_even_ratio(best.model):.2f}·d."
+        )
+    elif low_rank is not None:
+        sentences.append("No full-rank layout was ranked, or none fits in memory.")
+    return sentences
+
+
+def _flat(plans: Sequence[Plan], too_large: int, contenders: dict[str, Plan]) -> dict[str, object]:
+    best = plans[0]
+    flat: dict[str, object] = {
+        "layouts_that_fit": len(plans),
+        "layouts_that_do_not_fit": too_large,
+        "strategy": best.strategy,
+        "tensor_model_parallel_size": best.layout.tensor_parallel,
+        "pipeline_model_parallel_size": best.layout.pipeline_parallel,
+        "virtual_stages": best.layout.virtual_stages,
+        "data_parallel_size": best.layout.data_parallel,
+        "micro_batch_size": best.layout.micro_batch_size,
+        "micro_batches": best.layout.micro_batches,
+        "recompute": best.recompute,
+        "sequence_parallel": best.layout.sequence_parallel,
+        "memory_gib": best.memory.total / GIB,
+        "tokens_per_second": best.tokens_per_second,
+    }
+    for kind, plan in contenders.items():
+        key = kind.replace(", no TP", "_without_tp").replace("-", "_").lower()
+        flat[f"{key}_seconds_per_iteration"] = plan.seconds
+        for part, seconds in plan.estimate.parts().items():
+            flat[f"{key}_{part}_seconds"] = seconds
+    return flat
