@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Pre-trains a LLaMA-2: examples/train.sh SIZE STRATEGY [ARCH] [FLAGS of pretrain_gpt.py]
 #   SIZE      1B 3B 7B 13B 30B 40B, with TRAINING=cola 60M 130M 350M 1B 7B
-#   STRATEGY  full-rank, vanilla or btp; the last two take an ARCH: cola, svd or lax
+#   STRATEGY  full-rank, or of a low-rank model vanilla, btp or no-tp (TP 1)
+#   ARCH      of a low-rank model: cola, svd or lax
 # FLAGS come last and win. The variables are explained in examples/README.md. With DRY_RUN=1 the
 # command is printed, and the planner's view of it, instead of run (DRY_RUN=command: alone).
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+TABLE=$ROOT/megatron/boost/recipes/recipes.txt
 BIN=$([[ -x $ROOT/.venv/bin/torchrun ]] && echo "$ROOT/.venv/bin/" || true)
 
 refuse() {
@@ -14,20 +16,17 @@ refuse() {
     exit 2
 }
 
-# row KIND NAME…: what stands after these words in recipes.txt, where `any` is every word.
+# row KIND NAME…: what stands after these words in the table of the recipes.
 row() {
-    local cells position legal=()
-    while read -ra cells; do
-        for ((position = 1; position <= $#; position++)); do
-            [[ ${cells[position - 1]:-} == "${!position}" || ${cells[position - 1]:-} == any ]] || break
-        done
-        if ((position > $#)); then
+    local cells legal=()
+    while read -ra cells || ((${#cells[@]})); do
+        if [[ "${cells[*]:0:$#}" == "$*" ]]; then
             echo "${cells[@]:$#}"
             return
         fi
-        [[ ${cells[0]:-} == "$1" && $position -ge $# ]] && legal+=("${cells[$# - 1]}")
-    done <"$ROOT/examples/recipes.txt"
-    refuse "$*: no such row in examples/recipes.txt; its last word may be ${legal[*]}"
+        [[ "${cells[*]:0:$#-1}" == "${*:1:$#-1}" ]] && legal+=("${cells[$# - 1]}")
+    done <"$TABLE"
+    refuse "$*: no such row in $TABLE; its last word may be ${legal[*]}"
 }
 
 SIZE=${1:-} STRATEGY=${2:-} ARCH=${3:-} TRAINING=${TRAINING:-llama2} DEVICE=${DEVICE:-cuda}
@@ -36,21 +35,21 @@ full-rank)
     ARCH=dense
     shift 2
     ;;
-vanilla | btp)
+vanilla | btp | no-tp)
     [[ $ARCH =~ ^(cola|svd|lax)$ ]] || refuse "ARCH '$ARCH': legal values: cola, svd, lax"
     shift 3
     ;;
-*) refuse "STRATEGY '$STRATEGY': legal values: full-rank, vanilla, btp" ;;
+*) refuse "STRATEGY '$STRATEGY': legal values: full-rank, vanilla, btp, no-tp" ;;
 esac
 facts=$(row training "$TRAINING" && row course "$TRAINING" "$SIZE" && row model "$SIZE" &&
     row layout "$TRAINING" "$SIZE" "$STRATEGY")
 read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITERATIONS \
-    HIDDEN FFN HEADS LAYERS RANK MLP TP PP MICRO_BATCH SP RECOMPUTE <<<"$facts" || true
+    HIDDEN FFN HEADS LAYERS RANK MLP GPUS TP PP VIRTUAL MICRO_BATCH SP RECOMPUTE <<<"$facts" || true
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 # Without GPUs a recipe is cut, its layout too.
 [[ $DEVICE == cpu ]] && NNODES=${NNODES:-1}
-NNODES=${NNODES:-$(((TP * PP + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}
+NNODES=${NNODES:-$(((GPUS + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}
 if ((NNODES > 1)) && [[ ! ${DRY_RUN:-} && ! (${MASTER_ADDR:-} && ${NODE_RANK:-}) ]]; then
     refuse "NNODES=$NNODES: on each node set NODE_RANK, and MASTER_ADDR to the first one's name; \
 examples/train.sbatch does"
@@ -98,8 +97,10 @@ PARALLEL_ARGS=(
 )
 [[ $SP == yes ]] && PARALLEL_ARGS+=(--sequence-parallel)
 LOW_RANK_ARGS=(--low-rank-arch "$ARCH")
+((VIRTUAL > 1)) && PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$VIRTUAL")
 if [[ $STRATEGY != full-rank ]]; then
-    LOW_RANK_ARGS+=(--low-rank-tp "$STRATEGY" --low-rank-rank "$RANK")
+    # Without TP there is no boundary to choose.
+    LOW_RANK_ARGS+=(--low-rank-tp "${STRATEGY/no-tp/btp}" --low-rank-rank "$RANK")
     [[ $ARCH != svd ]] && LOW_RANK_ARGS+=(--low-rank-mlp "$MLP")
 fi
 case $RECOMPUTE in
@@ -160,5 +161,6 @@ done
 echo
 if [[ $DRY_RUN != command && -f $ROOT/tools/plan.py ]]; then
     "${BIN}python" "$ROOT/tools/plan.py" --model "$SIZE" --gpus $((NNODES * GPUS_PER_NODE)) \
-        --gpu "${GPU:-h100}" --arch "$ARCH" | sed 's/^/# /'
+        --gpu "${GPU:-h100}" --arch "${ARCH/dense/cola}" --rank "$RANK" --seq-length "$SEQUENCE" \
+        --global-batch-size "$BATCH" --strategies full-rank,vanilla,btp | sed 's/^/# /'
 fi

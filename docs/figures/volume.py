@@ -8,7 +8,7 @@ from boost_layers.config import LowRankConfig
 from docs.figures.style import BTP, FULL_RANK, INK, VANILLA
 from megatron.boost.accounting.collectives import layer_collectives, wire_bytes
 from megatron.boost.accounting.sizes import Layout, Model
-from megatron.boost.recipes.commands import table_rows
+from megatron.boost.recipes.table import table_rows
 
 LAYOUT = Layout(sequence_length=4096, micro_batch_size=4, tensor_parallel=4)
 SIZES = ("3B", "7B", "13B", "30B")

@@ -32,14 +32,30 @@ PUBLISHED_MILLIONS = {
     "7B": (6738.4, 2820.9),
 }
 
+LAYOUT_FLAGS = {
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--micro-batch-size",
+    "--sequence-parallel",
+}
+
+
+def copied(folder: Path) -> Path:
+    """The folder, with the scripts and their table in it."""
+    for name in ("examples/train.sh", "megatron/boost/recipes/recipes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text((ROOT / name).read_text(encoding="utf-8"))
+    return folder
+
 
 def script(
-    *words: str, name: str = "train.sh", **environment: str
+    *words: str, name: str = "train.sh", folder: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """One of the scripts, dry; a variable given as "" is unset."""
     return subprocess.run(
         ["bash", f"examples/{name}", *words],
-        cwd=ROOT,
+        cwd=folder,
         env={"PATH": os.environ["PATH"], "DRY_RUN": "command", **environment},
         capture_output=True,
         text=True,
@@ -80,8 +96,8 @@ def model_of(size: str, low_rank: LowRankConfig) -> Model:
 
 def test_every_size_has_every_strategy_and_architecture() -> None:
     found = Counter((r.training, r.size) for r in all_recipes())
-    llama = dict.fromkeys([("llama2", s) for s in ("1B", "3B", "7B", "13B", "30B", "40B")], 7)
-    cola = dict.fromkeys([("cola", size) for size in PUBLISHED_MILLIONS], 3)
+    llama = dict.fromkeys([("llama2", s) for s in ("1B", "3B", "7B", "13B", "30B", "40B")], 10)
+    cola = dict.fromkeys([("cola", size) for size in PUBLISHED_MILLIONS], 2)
     assert found == llama | cola
     assert len(set(all_recipes())) == sum(found.values())
 
@@ -101,7 +117,7 @@ def test_boosts_sizes_keep_a_quarter_of_hidden_as_rank() -> None:
 
 
 def test_colas_training_is_that_of_its_paper() -> None:
-    found = flags_of("cola", "130M", "btp", "cola")
+    found = flags_of("cola", "130M", "no-tp", "cola")
     assert (
         found.items()
         >= {
@@ -120,25 +136,29 @@ def test_colas_training_is_that_of_its_paper() -> None:
             "--low-rank-rank": "256",
         }.items()
     )
-    assert flags_of("cola", "350M", "btp", "cola")["--low-rank-mlp"] == "product"
+    assert flags_of("cola", "350M", "no-tp", "cola")["--low-rank-mlp"] == "product"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_strategies_of_a_size_train_alike(arch: str) -> None:
     """They may differ in how they are laid out, and in nothing else."""
-    layout = {"--micro-batch-size", "--sequence-parallel"}
     full = flags_of("llama2", "7B", "full-rank")
-    vanilla = flags_of("llama2", "7B", "vanilla", arch)
-    btp = flags_of("llama2", "7B", "btp", arch)
+    vanilla, btp, alone = (flags_of("llama2", "7B", s, arch) for s in ("vanilla", "btp", "no-tp"))
 
     def others(found: dict[str, str]) -> dict[str, str]:
-        return {k: v for k, v in found.items() if k not in layout and "low-rank" not in k}
+        return {k: v for k, v in found.items() if k not in LAYOUT_FLAGS and "low-rank" not in k}
 
-    assert others(full) == others(vanilla) == others(btp)
+    assert others(full) == others(vanilla) == others(btp) == others(alone)
+    assert "--low-rank-vanilla-attention" not in vanilla
+    low_rank = [k for k in btp if "low-rank" in k]
+    assert [k for k in full if "low-rank" in k] == ["--low-rank-arch"]
     assert full["--low-rank-arch"] == "dense"
-    assert "--sequence-parallel" not in full and "--sequence-parallel" not in vanilla
-    del vanilla["--micro-batch-size"], btp["--micro-batch-size"], btp["--sequence-parallel"]
-    assert vanilla == btp | {"--low-rank-tp": "vanilla"}
+    for other, tp in ((vanilla, "vanilla"), (alone, "btp")):
+        assert {k: v for k, v in other.items() if "low-rank" in k} == {
+            **{k: btp[k] for k in low_rank},
+            "--low-rank-tp": tp,
+        }
+    assert alone["--tensor-model-parallel-size"] == "1"
 
 
 def test_a_tenth_of_the_learning_rate_is_the_least() -> None:
@@ -163,7 +183,45 @@ def test_flags_of_the_user_come_last_and_data_checkpoints_and_logs_are_asked_for
     assert "--mock-data" not in text
     assert "--data-path 0.3 a 0.7 b --tokenizer-type HuggingFaceTokenizer" in text
     assert "--save kept --load kept --save-interval 1000 --tensorboard-dir logs" in text
-    assert "--low-rank-recompute" in command.flags
+
+
+def test_every_kind_of_layout_becomes_flags(tmp_path: Path) -> None:
+    table = copied(tmp_path) / "megatron" / "boost" / "recipes" / "recipes.txt"
+    rows = [line for line in table.read_text().splitlines() if not line.startswith("layout")]
+    rows += [
+        "layout llama2 7B full-rank 24 4 3 2 5 yes full",
+        "layout llama2 7B btp 4 2 2 1 3 yes latents",
+    ]
+    table.write_text("\n".join(rows))
+
+    def printed(*words: str) -> dict[str, str]:
+        done = script(*words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return values(parsed_command(done.stdout)) | {"ranks": str(world_size(done.stdout))}
+
+    full = printed("7B", "full-rank")
+    assert (
+        full.items()
+        >= {
+            "ranks": "24",
+            "--tensor-model-parallel-size": "4",
+            "--pipeline-model-parallel-size": "3",
+            "--num-virtual-stages-per-pipeline-rank": "2",
+            "--micro-batch-size": "5",
+            "--sequence-parallel": "",
+            "--recompute-granularity": "full",
+            "--recompute-method": "uniform",
+            "--recompute-num-layers": "1",
+        }.items()
+    )
+    btp = printed("7B", "btp", "cola")
+    assert btp.items() >= {"ranks": "8", "--low-rank-recompute": ""}.items()
+    assert not btp.keys() & {"--recompute-granularity", "--num-virtual-stages-per-pipeline-rank"}
+    assert script("7B", "vanilla", "cola", folder=tmp_path).returncode == 2
+
+
+def world_size(printed: str) -> int:
+    return parsed_command(printed).world_size
 
 
 def test_what_is_printed_is_a_command_for_a_shell() -> None:
@@ -184,10 +242,11 @@ def test_what_is_printed_is_a_command_for_a_shell() -> None:
     "words, environment, said",
     [
         (["8B", "btp", "cola"], {}, "course llama2 8B: .* 1B 3B 7B 13B 30B 40B"),
-        (["7B", "bpt", "cola"], {}, "STRATEGY 'bpt': .* full-rank, vanilla, btp"),
+        (["7B", "bpt", "cola"], {}, "STRATEGY 'bpt': .* full-rank, vanilla, btp, no-tp"),
         (["7B", "btp"], {}, "ARCH '': .* cola, svd, lax"),
         (["60M", "btp", "cola"], {}, "course llama2 60M: "),
         (["7B", "btp", "cola"], {"TRAINING": "cloa"}, "training cloa: .* llama2 cola"),
+        (["60M", "btp", "cola"], {"TRAINING": "cola"}, "layout cola 60M btp: .* full-rank no-tp"),
         (["7B", "btp", "cola"], {"DATA_PATH": "x"}, "DATA_PATH=x: needs TOKENIZER_MODEL"),
         (["30B", "btp", "cola"], {"DRY_RUN": ""}, "NNODES=2: .* NODE_RANK.* MASTER_ADDR"),
         ([], {}, "STRATEGY ''"),
@@ -227,24 +286,25 @@ def test_slurms_script_prints_what_the_other_one_does() -> None:
 
 def test_a_dry_run_calls_the_planner_where_it_is_there(tmp_path: Path) -> None:
     """A stand-in for the planner shows how it is asked."""
-    for folder in ("examples", "tools"):
-        (tmp_path / folder).mkdir()
-    for name in ("train.sh", "recipes.txt"):
-        (tmp_path / "examples" / name).write_text((ROOT / "examples" / name).read_text())
-
-    def plan() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(tmp_path / "examples" / "train.sh"), "30B", "btp", "svd"],
-            env={"PATH": os.environ["PATH"], "DRY_RUN": "1", "GPU": "h200"},
-            capture_output=True,
-            text=True,
-        )
-
-    without = plan()
+    asked = {"folder": copied(tmp_path), "DRY_RUN": "1", "GPU": "h200"}
+    without = script("30B", "btp", "svd", **asked)
     assert without.returncode == 0 and "#" not in without.stdout
+    (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "plan.py").write_text("import sys\nprint(*sys.argv[1:])\n")
-    found = plan()
+    found = script("30B", "btp", "svd", **asked)
     assert found.returncode == 0, found.stderr
     assert found.stdout.removeprefix(without.stdout) == (
-        "# --model 30B --gpus 16 --gpu h200 --arch svd\n"
+        "# --model 30B --gpus 16 --gpu h200 --arch svd --rank 2048 --seq-length 4096 "
+        "--global-batch-size 1024 --strategies full-rank,vanilla,btp\n"
     )
+    full = script("1B", "full-rank", TRAINING="cola", **asked)
+    assert "--arch cola --rank 512 --seq-length 256 --global-batch-size 512 " in full.stdout
+
+
+@pytest.mark.slow
+def test_the_planner_takes_what_a_dry_run_asks(tmp_path: Path) -> None:
+    done = script("7B", "full-rank", DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    plan = done.stdout.partition("# ")[2]
+    assert "low-rank" in plan and "To launch the fastest" in plan
+    assert all(line.startswith("#") for line in plan.splitlines()[1:])

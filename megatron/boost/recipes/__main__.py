@@ -18,7 +18,8 @@ from megatron.boost.command_line import FAILED, ToolParser, print_error, run_too
 from megatron.boost.recipes.check import check_recipe
 from megatron.boost.recipes.commands import all_recipes
 
-_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro", "parameters", "GiB", "collectives", "")
+# GiB and s, of an iteration, are the planner's; calls are a layer's collectives, both ways.
+_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro", "parameters", "GiB", "s", "calls", "")
 _MOST_PROCESSES = 8
 
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None) -> None:
                 str(checked.micro_batch_size),
                 f"{checked.parameters / 1e9:.3f} B",
                 f"{checked.gib:.1f}",
+                f"{checked.seconds:.1f}",
                 f"{checked.forward_collectives} + {checked.backward_collectives}",
                 "differs" if checked.faults else "as accounted",
             )

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.boost.accounting.collectives import layer_collectives
-from megatron.boost.accounting.memory_report import memory_footprint
 from megatron.boost.accounting.parameters import model_parameters
 from megatron.boost.accounting.sizes import Layout, validate_layout
 from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.planner.cluster import load_cluster
+from megatron.boost.planner.iteration import estimate
+from megatron.boost.planner.memory import GIB, memory_need
 from megatron.boost.quiet import quiet_output
 from megatron.boost.recipes.commands import Command, Recipe, command_of
 from megatron.boost.recipes.facts import accounted_facts, differences
+from megatron.boost.recipes.layouts import CLUSTER
 from megatron.boost.recipes.meta_rank import (
     Run,
     built_facts,
@@ -22,12 +25,6 @@ from megatron.boost.recipes.meta_rank import (
     fake_world,
     rank_at,
 )
-
-GPU_GIB = 80e9 / 2**30
-"""Of the GPUs that the layouts are for."""
-FREE_SHARE = 0.1
-"""Of a GPU's memory, for what the accounting leaves out: the CUDA context, NCCL's buffers, GEMMs'
-workspaces, the borders of a backward, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,9 @@ class Checked:
     parameters: int
     """Of the model."""
     gib: float
-    """Of the rank that needs most."""
+    """Of the GPU that needs most, by the planner."""
+    seconds: float
+    """Of an iteration, by the planner."""
     forward_collectives: int
     """Calls per layer and micro-batch."""
     backward_collectives: int
@@ -92,6 +91,7 @@ def rank_faults(run: Run) -> list[str]:
 
 
 def _summary(run: Run, built: int) -> Checked:
+    cluster = load_cluster(CLUSTER)
     layer = layer_collectives(run.model, run.layout, run.model.num_layers - 1)
     calls = Counter[str]()
     for (phase, _), traffic in layer.items():
@@ -103,7 +103,8 @@ def _summary(run: Run, built: int) -> Checked:
         data_parallel=run.layout.data_parallel,
         micro_batch_size=run.layout.micro_batch_size,
         parameters=model_parameters(run.model),
-        gib=memory_footprint(run.model, run.layout).total_mib / 1024,
+        gib=memory_need(run.model, run.layout, cluster).total / GIB,
+        seconds=estimate(run.model, run.layout, cluster).seconds,
         forward_collectives=calls["forward"],
         backward_collectives=calls["backward"],
         built=built,
@@ -112,8 +113,9 @@ def _summary(run: Run, built: int) -> Checked:
 
 
 def _faults_of_memory(run: Run) -> list[str]:
-    footprint = memory_footprint(run.model, run.layout)
-    gib, most = footprint.total_mib / 1024, (1 - FREE_SHARE) * GPU_GIB
+    cluster = load_cluster(CLUSTER)
+    need = memory_need(run.model, run.layout, cluster)
+    gib, most = need.total / GIB, cluster.memory.capacity_gib
     if gib <= most:
         return []
-    return [f"stage {footprint.pp_rank}: needs {gib:.1f} GiB, and {most:.1f} are there"]
+    return [f"stage {need.pp_rank}: needs {gib:.1f} GiB, and {cluster.name} has {most:g}"]

@@ -9,23 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.boost.recipes.table import table_rows
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
-STRATEGIES = ("full-rank", "vanilla", "btp")
 ARCHITECTURES = ("cola", "svd", "lax")
-
-
-def table_rows(kind: str) -> Iterator[list[str]]:
-    """The rows of the examples' table that begin with `kind`, without that word.
-
-    Raises:
-        ValueError: where this package was installed without the examples.
-    """
-    if not EXAMPLES.is_dir():
-        raise ValueError(f"{EXAMPLES}: is not there; the recipes stand in the project's checkout")
-    for line in (EXAMPLES / "recipes.txt").read_text(encoding="utf-8").splitlines():
-        first, *words = line.split() or [""]
-        if first == kind:
-            yield words
 
 
 @dataclass(frozen=True)
@@ -64,27 +51,30 @@ class Command:
 
 
 def all_recipes() -> Iterator[Recipe]:
-    """Every recipe that the table of the examples has a layout for; CoLA's training is CoLA's."""
-    for training, size, named, *_ in table_rows("layout"):
+    """Every recipe that the table has a layout for; CoLA's training is CoLA's."""
+    for training, size, strategy, *_ in table_rows("layout"):
         low_rank = ("cola",) if training == "cola" else ARCHITECTURES
-        for strategy in STRATEGIES if named == "any" else (named,):
-            for arch in (None,) if strategy == "full-rank" else low_rank:
-                yield Recipe(training, size, strategy, arch)
+        for arch in (None,) if strategy == "full-rank" else low_rank:
+            yield Recipe(training, size, strategy, arch)
 
 
 def command_of(recipe: Recipe, *flags: str) -> Command:
-    """What the script would run for a recipe, on as few nodes of eight GPUs as it needs.
+    """What the script would run for a recipe, on the GPUs that its layout is for.
 
     Args:
         recipe: which one.
         flags: more flags for it.
 
     Raises:
-        ValueError: with the script's own words where it refuses.
+        ValueError: with the script's own words where it refuses, and where this package was
+            installed without it.
     """
+    script = EXAMPLES / "train.sh"
+    if not script.is_file():
+        raise ValueError(f"{script}: is not there; it stands in the project's checkout")
     inherited = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG")}
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "train.sh"), *recipe.words, *flags],
+        ["bash", str(script), *recipe.words, *flags],
         env=inherited | {"DRY_RUN": "command", "TRAINING": recipe.training},
         capture_output=True,
         text=True,
