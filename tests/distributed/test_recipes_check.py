@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ CHECKED = Checked(
     micro_batch_size=4,
     parameters=2_820_935_680,
     gib=29.6,
+    seconds=26.6,
     forward_collectives=4,
     backward_collectives=4,
     built=1,
@@ -30,21 +32,23 @@ CHECKED = Checked(
 )
 
 
-def test_a_recipe_of_each_kind_is_as_accounted() -> None:
-    """CoLA's smallest, and the full-rank model that is recomputed over four stages."""
-    cola = Recipe("cola", "60M", "btp", "cola")
+def test_colas_smallest_recipe_is_as_accounted() -> None:
+    cola = Recipe("cola", "60M", "no-tp", "cola")
     (small,) = run_ranks(check_recipe, 1, cola, init_process_group=False)
     layer = 128 * (4 * 2 * 512 + 3 * (512 + 1376)) + 2 * 512
     parameters = 2 * 32000 * 512 + 8 * layer + 512
     assert small == replace(
         small, ranks=8, data_parallel=8, parameters=parameters, built=1, faults=()
     )
+
+
+@pytest.mark.slow
+def test_a_recipe_of_several_stages_is_as_accounted() -> None:
     full_rank = Recipe("llama2", "30B", "full-rank", None)
     (large,) = run_ranks(check_recipe, 1, full_rank, init_process_group=False)
-    assert large == replace(
-        large, ranks=16, tensor_parallel=4, pipeline_parallel=4, built=3, faults=()
-    )
-    assert (large.forward_collectives, large.backward_collectives) == (2, 2)
+    assert large == replace(large, ranks=16, parameters=29_666_910_208, faults=())
+    assert large.tensor_parallel * large.pipeline_parallel * large.data_parallel == 16
+    assert large.built == min(3, large.pipeline_parallel)
 
 
 def checked_with(recipe: Recipe, *flags: str) -> Checked:
@@ -56,13 +60,13 @@ def checked_with(recipe: Recipe, *flags: str) -> Checked:
 
 def test_a_layout_that_does_not_fit_and_flags_that_cannot_run_are_found() -> None:
     vanilla = Recipe("llama2", "7B", "vanilla", "lax")
-    (found,) = run_ranks(
-        checked_with, 1, vanilla, "--micro-batch-size", "4", init_process_group=False
-    )
+    layout = ("--tensor-model-parallel-size", "2", "--micro-batch-size", "16")
+    (found,) = run_ranks(checked_with, 1, vanilla, *layout, init_process_group=False)
     (fault,) = found.faults
-    assert fault.startswith("stage 0: needs ") and fault.endswith("GiB, and 67.1 are there")
-    with pytest.raises(AssertionError, match="--ffn-hidden-size 11009: .* legal value: 11008"):
-        run_ranks(checked_with, 1, vanilla, "--ffn-hidden-size", "11009", init_process_group=False)
+    assert re.match(r"stage 0: needs \d+\.\d GiB, and NVIDIA H100 .* has 80$", fault)
+    odd = (*layout[:2], "--ffn-hidden-size", "11009")
+    with pytest.raises(AssertionError, match="--ffn-hidden-size 11009: .* legal value: 11010"):
+        run_ranks(checked_with, 1, vanilla, *odd, init_process_group=False)
 
 
 @pytest.mark.parametrize("pp, stages", [(1, [0]), (2, [0, 1]), (4, [0, 2, 3]), (8, [0, 4, 7])])
@@ -96,9 +100,9 @@ def test_a_difference_ends_the_check_with_an_error(
     assert end.value.code == 1
     output, errors = capsys.readouterr()
     assert errors == "error: llama2 7B btp svd: kept_bytes: 1\n"
-    assert "differs" in output and "4 recipes, 4 ranks built, 1 differences" in output
+    assert "llama2 7B btp svd" in output and "3 recipes, 3 ranks built, 1 differences" in output
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["recipes"], result["differences"]) == (4, 1)
+    assert (result["recipes"], result["differences"]) == (3, 1)
     assert result["llama2_7B_btp_cola_forward_collectives"] == 4
     monkeypatch.setattr(_Pool, "map", lambda _, __, recipes: [CHECKED] * len(recipes))
     tool.main(["--only", "7B btp"])

@@ -10,21 +10,17 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from megatron.boost.command_line import FAILED, ToolParser, print_error, run_tool, write_json
-from megatron.boost.recipes.check import check_recipe
+from megatron.boost.recipes.check import Checked, check_recipe
 from megatron.boost.recipes.commands import all_recipes
 
-# GiB and s, of an iteration, are the planner's; calls are a layer's collectives, both ways.
-_COLUMNS = ("recipe", "GPUs", "TP·PP·DP", "micro", "parameters", "GiB", "s", "calls", "")
+_HEADING = "GPUs  TP·PP·DP  micro-batch  parameters   GiB  s/iteration  collectives  recipe"
 _MOST_PROCESSES = 8
 
 
 def main(argv: Sequence[str] | None) -> None:
-    """Check all recipes, or those whose name contains `--only`, on this machine's cores."""
+    """Check all recipes, or those whose name contains `--only`, on this machine's cores. GiB and
+    seconds are the planner's, collectives a layer's, forward and backward."""
     parser = ToolParser(__doc__ or "")
     parser.add_argument("--only", default="", metavar="WORDS", help="e.g. '7B btp'")
     arguments = parser.parse_args(argv)
@@ -32,7 +28,7 @@ def main(argv: Sequence[str] | None) -> None:
     if not recipes:
         known = ", ".join(recipe.name for recipe in all_recipes())
         raise ValueError(f"--only {arguments.only}: no recipe has that in its name; known: {known}")
-    table = Table(*_COLUMNS, box=box.SIMPLE, padding=(0, 0, 0, 1))
+    print(_HEADING)
     started, results, faults = time.monotonic(), {}, []
     processes = min(len(recipes), os.cpu_count() or 1, _MOST_PROCESSES)
     # A process that torch has not been used in: after a fork its threads would be missing.
@@ -41,18 +37,7 @@ def main(argv: Sequence[str] | None) -> None:
         for recipe, checked in zip(recipes, pool.map(check_recipe, recipes), strict=True):
             results[recipe.name.replace(" ", "_")] = asdict(checked)
             faults += [f"{recipe.name}: {fault}" for fault in checked.faults]
-            table.add_row(
-                recipe.name,
-                str(checked.ranks),
-                f"{checked.tensor_parallel}·{checked.pipeline_parallel}·{checked.data_parallel}",
-                str(checked.micro_batch_size),
-                f"{checked.parameters / 1e9:.3f} B",
-                f"{checked.gib:.1f}",
-                f"{checked.seconds:.1f}",
-                f"{checked.forward_collectives} + {checked.backward_collectives}",
-                "differs" if checked.faults else "as accounted",
-            )
-    Console(width=110).print(table)
+            print(f"{_line(checked)}  {recipe.name}", flush=True)
     built = sum(result["built"] for result in results.values())
     print(
         f"{len(recipes)} recipes, {built} ranks built, {len(faults)} differences, "
@@ -77,6 +62,17 @@ def main(argv: Sequence[str] | None) -> None:
         for fault in faults:
             print_error(fault)
         sys.exit(FAILED)
+
+
+def _line(checked: Checked) -> str:
+    """Under the heading."""
+    layout = (checked.tensor_parallel, checked.pipeline_parallel, checked.data_parallel)
+    calls = f"{checked.forward_collectives} + {checked.backward_collectives}"
+    return (
+        f"{checked.ranks:4}  {'·'.join(map(str, layout)):>8}  {checked.micro_batch_size:11}  "
+        f"{checked.parameters / 1e9:8.3f} B  {checked.gib:4.1f}  {checked.seconds:11.2f}  "
+        f"{calls:>11}"
+    )
 
 
 if __name__ == "__main__":

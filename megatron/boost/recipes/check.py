@@ -60,9 +60,16 @@ def places(layout: Layout) -> list[tuple[int, int]]:
 
 
 def check_recipe(recipe: Recipe) -> Checked:
-    """`check` of a recipe, in a process that has not imported Megatron yet, or has done so here."""
-    with quiet_output(Path(os.devnull)), megatron_on_cpu():
-        return check(command_of(recipe))
+    """`check` of a recipe, in a process that has not imported Megatron yet, or has done so here.
+
+    Raises:
+        ValueError: for a recipe that the script or the run would refuse, by its name.
+    """
+    try:
+        with quiet_output(Path(os.devnull)), megatron_on_cpu():
+            return check(command_of(recipe))
+    except ValueError as refusal:
+        raise ValueError(f"{recipe.name}: {refusal}") from refusal
 
 
 def check(command: Command) -> Checked:

@@ -80,7 +80,7 @@ def command_of(recipe: Recipe, *flags: str) -> Command:
         text=True,
     )
     if done.returncode:
-        raise ValueError(f"{recipe.name}: {done.stderr.removeprefix('error: ').strip()}")
+        raise ValueError(done.stderr.removeprefix("error: ").strip())
     return parsed_command(done.stdout)
 
 
