@@ -19,7 +19,7 @@ endef
 in_parallel := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-programs test-fast check bench ext check-cuda help
+.PHONY: demo test test-programs test-fast check recipes-check bench ext check-cuda help
 
 demo: $(extension) ## train a CoLA model with BTP and its two baselines on CPU, write a report
 	@$(python) tools/demo.py
@@ -38,6 +38,9 @@ check: $(installed) ## format, lint and types
 	@$(python) -m ruff check --quiet .
 	@$(python) -m mypy
 	@$(if $(csrc),$(VENV)/bin/clang-format --dry-run --Werror $(csrc))
+
+recipes-check: $(installed) ## every recipe of examples/, its ranks built without memory, against the accounting
+	@$(python) -m megatron.boost.recipes
 
 bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
@@ -63,7 +66,7 @@ check-cuda: $(installed) ## compile csrc with CUDA, and see that no kernel spill
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=/path/to/python] [VENV=folder]"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 # An environment that does not run, is too old or not of the PYTHON asked for is made anew.
 ifneq ($(venv_fits),yes)

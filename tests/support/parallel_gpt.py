@@ -6,7 +6,6 @@ Megatron's cross-entropy and RoPE's frequencies, which are in fp32 elsewhere, ar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor, distributed, nn
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.recipes.meta_rank import canonical_name
 from tests.support.plain_llama import PlainConfig
 
 
@@ -155,18 +155,6 @@ def _build(case: Case) -> nn.Module:
     if case.activation_amount is not None:
         set_activation_amount([model], case.activation_amount)
     return model
-
-
-def canonical_name(model: nn.Module, name: str) -> str:
-    """A parameter's canonical name: layers counted over the whole pipeline, no wrappers."""
-    name = re.sub(r"^(module\.)+", "", name)
-    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-    if found is None:
-        return name
-    while hasattr(model, "module"):
-        model = model.module
-    layer = model.decoder.layers[int(found[1])].layer_number - 1
-    return f"decoder.layers.{layer}.{found[2]}"
 
 
 @torch.no_grad()

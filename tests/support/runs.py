@@ -14,8 +14,8 @@ from torch import Tensor, distributed
 
 from megatron.boost.cpu import megatron_on_cpu, with_cpu_flags
 from megatron.boost.patches import apply_always
+from megatron.boost.recipes.meta_rank import canonical_name
 from tests.support.distributed import run_ranks
-from tests.support.parallel_gpt import canonical_name
 from tests.support.training_state import rank_state
 
 MODEL = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.parallel_gpt import canonical_name
+from megatron.boost.recipes.meta_rank import canonical_name
 
 QUANTITIES = ("weight", "main", "exp_avg", "exp_avg_sq")
 State = dict[str, dict[str, Tensor]]

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import finished_python
 from tests.support.runs import DATA, MODEL, TRAINING
 
-REPOSITORY = Path(__file__).parents[2]
 FLAGS = [*MODEL, *DATA, *TRAINING, "--train-iters", "2", "--low-rank-arch", "cola"]
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def finished(command: list[str]) -> tuple[str, str]:
-    """What a process printed on standard output and standard error, once it ended well."""
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=240)
-    finally:
-        # torchrun ends its ranks when it is asked to end, but not when it is killed.
-        process.terminate()
-        process.wait()
-    assert process.returncode == 0, errors
-    return output, errors
 
 
 def logged_losses(output: str) -> list[str]:
@@ -49,7 +22,7 @@ def logged_losses(output: str) -> list[str]:
 @pytest.mark.slow
 def test_under_torchrun_it_trains_logs_reports_and_ends_quietly(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    output, errors = finished(
+    output, errors = finished_python(
         [*TORCHRUN, "pretrain_gpt.py", *FLAGS, "--tensor-model-parallel-size", "2"]
         + ["--low-rank-comm-report", str(report)]
     )
@@ -66,8 +39,8 @@ def test_under_torchrun_it_trains_logs_reports_and_ends_quietly(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_alone_and_without_a_launcher_it_trains_to_the_same_losses() -> None:
-    alone, errors = finished(["pretrain_gpt.py", *FLAGS])
-    pair, _ = finished(
+    alone, errors = finished_python(["pretrain_gpt.py", *FLAGS])
+    pair, _ = finished_python(
         [*TORCHRUN, "pretrain_gpt.py", *FLAGS, "--pipeline-model-parallel-size", "2"]
     )
 

@@ -132,6 +132,46 @@ def test_sequence_parallel_norm() -> None:
     _on_a_fresh_rank(_check_sequence_parallel_norm)
 
 
+def _check_zero_centered_norm() -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def config(normalization: str, **more: Any) -> Any:
+        return TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            normalization=normalization,
+            layernorm_zero_centered_gamma=True,
+            tensor_model_parallel_size=2,
+            **more,
+        )
+
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+    for kind, stock in (("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)):
+        with pytest.raises(AssertionError, match="zero_centered_gamma not supported"):
+            WrappedTorchNorm(config(kind), 8)
+        with _patch("sequence_parallel_norm").apply(), _patch("zero_centered_norm").apply():
+            norm = WrappedTorchNorm(config(kind), 8, eps=1e-3)
+            sharded = WrappedTorchNorm(config(kind, sequence_parallel=True), 8)
+        assert sharded.weight.sequence_parallel and not hasattr(norm.weight, "sequence_parallel")
+        assert not norm.weight.any()
+        plain = stock(8, eps=1e-3)
+        torch.testing.assert_close(norm(x), plain(x), rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            # Less than bf16 can add to one.
+            norm.weight.fill_(2**-9)
+            plain.weight.fill_(1 + 2**-9)
+        torch.testing.assert_close(norm(x), plain(x), rtol=1e-6, atol=1e-6)
+        low = norm.to(torch.bfloat16)(x.to(torch.bfloat16))
+        high = plain(x.to(torch.bfloat16).float()).to(torch.bfloat16)
+        assert low.dtype == torch.bfloat16 and torch.equal(low, high)
+
+
+def test_zero_centered_norm() -> None:
+    _on_a_fresh_rank(_check_zero_centered_norm)
+
+
 def _check_rng_tracker_is_content() -> None:
     """Upstream warns where the CPU's generator stands in for CUDA's: ours does not."""
     from megatron.core.tensor_parallel.random import (

@@ -32,6 +32,7 @@ _MODULES = (
     "optimizer_of_another_kind",
     "forked_checkpoint_writer",
     "sequence_parallel_norm",
+    "zero_centered_norm",
     "throughput",
     "theoretical_memory",
 )

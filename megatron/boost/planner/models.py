@@ -9,6 +9,7 @@ from pathlib import Path
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.accounting.sizes import Model
+from megatron.boost.recipes.table import table_rows
 
 _LLAMA2_VOCABULARY = 32000
 _ROWS_PER_RANK = 128
@@ -27,19 +28,8 @@ class Size:
     """That the published runs have."""
 
 
-SIZES = {
-    "60M": Size(512, 1376, 8, 8, 128),
-    "130M": Size(768, 2048, 12, 12, 256),
-    "350M": Size(1024, 2736, 16, 24, 256),
-    "1B": Size(2048, 5472, 32, 24, 512),
-    "3B": Size(3072, 8192, 24, 28, 768),
-    "7B": Size(4096, 11008, 32, 32, 1024),
-    "13B": Size(5120, 13824, 40, 40, 1280),
-    "30B": Size(8192, 22016, 64, 36, 2048),
-    "40B": Size(8192, 22016, 64, 48, 2048),
-}
-"""60M to 350M are CoLA's (arXiv 2502.10940), 1B to 30B BOOST's (arXiv 2512.12131); CoLA's 1B has an
-FFN of 5461, which no tensor parallelism divides."""
+SIZES = {name: Size(*map(int, numbers)) for name, *numbers, _ in table_rows("model")}
+"""Those of the recipes."""
 
 
 def model_of_size(size: Size, low_rank: LowRankConfig, *, tied: bool) -> Model:
