@@ -61,7 +61,8 @@ Collective = tuple[Phase, Operation, float]
 
 def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
     """An all-reduce of every (grouped) latent, forward with the statistics of the norm before it,
-    and of every latent's gradient; an all-gather of every latent that is kept by shares."""
+    and of the gradient of z, which is made of it; an all-gather of every latent that is kept by
+    shares."""
     settings = model.settings(layer)
     n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
     # Before the norm is applied a latent may be too large for fp16.
@@ -74,11 +75,12 @@ def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
             yield "forward", "all_reduce", n * _FP32_BYTES
         messages = [group] if settings.grouping else [(projection,) for projection in group]
         for position, message in enumerate(messages):
-            width = sum(projection.rank or 0 for projection in message)
+            width = sum(projection.latent_width for projection in message)
             more = columns if online and position == 0 else 0
             size = online_dtype.itemsize if online else number
             yield "forward", "all_reduce", n * (width + more) * size
-            yield "backward", "all_reduce", n * width * number
+            z_width = sum(projection.rank or 0 for projection in message)
+            yield "backward", "all_reduce", n * z_width * number
             if settings.recompute_shard:
                 yield "recompute", "all_gather", n * width * number / tp
                 if model.place(layer).crosses and after_norm:
@@ -98,9 +100,10 @@ def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Collective]:
         runs = [group] if settings.grouping else [(projection,) for projection in group]
         for run in runs:
             if settings.crossing:
-                width = sum(projection.rank or 0 for projection in run) / layout.tensor_parallel
-                yield "forward", "all_gather", per_column * width
-                yield "backward", "all_gather", per_column * width
+                width = sum(projection.latent_width for projection in run)
+                share = width / layout.tensor_parallel
+                yield "forward", "all_gather", per_column * share
+                yield "backward", "all_gather", per_column * share
             for projection in run:
                 yield "forward", "all_reduce", per_column * projection.out_features
             if sliced and position == 0:
@@ -166,7 +169,7 @@ def border_collectives(
                 exchange(layer)
         if model.place(layer).leaves_by_sequence:
             exchange(layer)
-        latents = layout.tokens * model.ranks(layer) * layout.dtype.itemsize / tp
+        latents = layout.tokens * model.latent_width(layer) * layout.dtype.itemsize / tp
         if model.place(layer).crosses and layout.opens_stage(model, layer):
             _add(collectives, "forward", "all_gather", latents)
             if layer in again:
