@@ -37,21 +37,22 @@ class Architecture:
     """In `LowRankConfig.arch`, in checkpoints and in messages."""
 
     activation: str | None
-    """φ, where the settings leave it to the architecture: "silu", "gelu" or "identity"; None: that
-    of `LowRankConfig.lax_base`."""
+    """φ, where the settings leave it to the architecture: "silu", "gelu" or "identity"; None, with
+    a crossing: that of `LowRankConfig.lax_base`."""
 
     mlp: str | None
     """What joins gate and up, where the settings leave it to the architecture: "swiglu" or
-    "product"; None: that of `LowRankConfig.lax_base`."""
+    "product"; None, with a crossing: that of `LowRankConfig.lax_base`."""
 
     downs: tuple[str, ...] = ("A",)
     """The down-projections `[r, in]` of one projection, by the names of their weights beside B
     `[out, r]`. Their latents lie side by side in one message, `len(downs)`·r wide."""
 
     combine: Combine | None = None
-    """How z is made of the latents, token by token, without parameters of its own; None: φ(u), by
-    a fused kernel. Its gradient is autograd's, so it may be a `torch.autograd.Function`'s `apply`;
-    it is computed again in backward, and nothing of it is kept."""
+    """How z is made of the latents, token by token, without parameters of its own and without
+    writing into what it is given; None: φ(u), by a fused kernel. Its gradient is autograd's, so it
+    may be a `torch.autograd.Function`'s `apply`; it is computed again in backward, and nothing of
+    it is kept."""
 
     elementwise: bool = False
     """Whether each of the r numbers of z depends on the same one of every latent alone. Vanilla
@@ -73,6 +74,10 @@ class Architecture:
                 for name, word, legal in words
             ),
             (self.name in _TAKEN or not self.name.isidentifier(), "its name is no new word"),
+            (
+                None in (self.activation, self.mlp) and not self.crossing,
+                "only one with a latent crossing leaves activation and mlp to --lax-base",
+            ),
             (not self.downs, "it has no down-projection"),
             (
                 len(set(names)) < len(names) or not all(name.isidentifier() for name in names),
@@ -91,10 +96,6 @@ class Architecture:
         for wrong, problem in problems:
             if wrong:
                 raise ValueError(f"architecture {self.name!r}: {problem}")
-
-    def latent_width(self, rank: int) -> int:
-        """Numbers of one projection's latents, side by side."""
-        return len(self.downs) * rank
 
 
 _REGISTERED: dict[str, Architecture] = {}

@@ -11,14 +11,14 @@ from boost_layers.ops import registrations as registrations
 from boost_layers.ops.reference import split_members
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
 _boost = torch.ops.boost
 
 _MOST_WEIGHTS = 3
-"""That one pass over γ∘A takes, `kMaxGroups` of csrc; more are several passes."""
+"""That csrc folds γ into, its `kMaxGroups`; more are put together first."""
 
 
 def rms_stats(x: Tensor, slots: Tensor | None = None, tp_rank: int = 0) -> Tensor:
@@ -97,9 +97,9 @@ def latent_epilogue_backward(
 
 
 def fold_gamma(gamma: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    if len(weights) <= _MOST_WEIGHTS:
-        return _boost.fold_gamma(gamma, weights)
-    return torch.cat([_boost.fold_gamma(gamma, weights[run]) for run, _ in _passes(weights)])
+    if len(weights) > _MOST_WEIGHTS:
+        weights = [torch.cat(list(weights))]
+    return _boost.fold_gamma(gamma, weights)
 
 
 def fold_gamma_backward(
@@ -107,13 +107,8 @@ def fold_gamma_backward(
 ) -> tuple[list[Tensor], Tensor]:
     if len(weights) <= _MOST_WEIGHTS:
         return _boost.fold_gamma_backward(m, gamma, weights)
-    dweights: list[Tensor] = []
-    dgamma = torch.zeros_like(gamma)
-    for run, rows in _passes(weights):
-        of_run, of_gamma = _boost.fold_gamma_backward(m[rows], gamma, weights[run])
-        dweights += of_run
-        dgamma += of_gamma
-    return dweights, dgamma
+    (dwhole,), dgamma = _boost.fold_gamma_backward(m, gamma, [torch.cat(list(weights))])
+    return list(dwhole.split([a.shape[0] for a in weights])), dgamma
 
 
 def fold_gamma_accumulate(
@@ -121,20 +116,12 @@ def fold_gamma_accumulate(
 ) -> Tensor:
     if len(weights) <= _MOST_WEIGHTS:
         return _boost.fold_gamma_accumulate(m, gamma, weights, main_grads)
-    dgamma = torch.zeros_like(gamma)
-    for run, rows in _passes(weights):
-        dgamma += _boost.fold_gamma_accumulate(m[rows], gamma, weights[run], main_grads[run])
+    whole = torch.cat(list(weights))
+    added = torch.zeros_like(whole, dtype=main_grads[0].dtype)
+    dgamma = _boost.fold_gamma_accumulate(m, gamma, [whole], [added])
+    for grad, part in zip(main_grads, added.split([a.shape[0] for a in weights]), strict=True):
+        grad.add_(part)
     return dgamma
-
-
-def _passes(weights: Sequence[Tensor]) -> Iterator[tuple[slice, slice]]:
-    """The weights of each pass, and their rows among all."""
-    row = 0
-    for start in range(0, len(weights), _MOST_WEIGHTS):
-        run = slice(start, start + _MOST_WEIGHTS)
-        rows = sum(weight.shape[0] for weight in weights[run])
-        yield run, slice(row, row + rows)
-        row += rows
 
 
 def up_projection(z: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

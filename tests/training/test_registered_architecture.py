@@ -37,7 +37,8 @@ def test_a_registered_architecture_trains_and_changes_its_layout(tmp_path: Path)
     assert len(unbroken) == 2
     alone = losses_of(1, GATED)
     assert relative_difference(unbroken, alone[:2]) < 2e-6
-    resumed = losses_of(1, f"{GATED} --load {tmp_path} --low-rank-tp vanilla")
+    elsewhere = "--pipeline-model-parallel-size 2 --low-rank-tp vanilla"
+    resumed = losses_of(2, f"{GATED} --load {tmp_path} {elsewhere}")
     assert relative_difference(resumed, alone[2:]) < 2e-6
     assert alone[-1] < alone[0]
 

@@ -59,6 +59,7 @@ def test_the_projects_own_are_registered_alike() -> None:
         ({"combine": gated, "crossing": True}, "'new': a latent that crosses over"),
         ({"downs": ("gate_A",), "crossing": True}, "'new': LaX has weights named gate_A"),
         ({"activation": "relu"}, "'new': its activation 'relu' is none of silu, gelu, identity"),
+        ({"mlp": None}, "'new': only one with a latent crossing leaves activation and mlp to"),
         ({"mlp": "geglu"}, "'new': its mlp 'geglu' is none of swiglu, product"),
     ],
 )
