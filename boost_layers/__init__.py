@@ -6,13 +6,21 @@ Usable in any Megatron-Core program; knows nothing of a command line or a traini
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from boost_layers.architecture import Architecture, register_architecture
 from boost_layers.config import LowRankConfig
 
 if TYPE_CHECKING:
     from boost_layers.annealing import set_activation_amount
     from boost_layers.specs import finish_model, low_rank_spec
 
-__all__ = ["LowRankConfig", "finish_model", "low_rank_spec", "set_activation_amount"]
+__all__ = [
+    "Architecture",
+    "LowRankConfig",
+    "finish_model",
+    "low_rank_spec",
+    "register_architecture",
+    "set_activation_amount",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotary embedding of q and k in place, `[s, b, h·e]`; and backward, the layout of all three
-    that the up-projections' gradients take."""
+    """Rotary embedding of q and k in place. They and v are `[s, b, h·e]`, and backward gives all
+    three the layout that the up-projections' gradients take."""
 
     @staticmethod
     def forward(
@@ -57,8 +57,8 @@ class _Rotary(torch.autograd.Function):
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Causal softmax(Q·Kᵀ·scale)·V by PyTorch's `scaled_dot_product_attention`, with the interface
-    of Megatron's `DotProductAttention`. The number of heads is the tensors'."""
+    """Causal softmax(Q·Kᵀ·scale)·V by PyTorch's `scaled_dot_product_attention`. The interface is
+    that of Megatron's `DotProductAttention`, and the number of heads the tensors'."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Phase = Literal["forward", "backward", "recompute"]
@@ -49,6 +49,8 @@ class Ledger:
     (forwards or recomputes whose graph is kept, so one a layer and trained micro-batch)."""
     timed: bool = False
     """Whether waiting times are measured; a run with a report of its communication turns it on."""
+    observer: Callable[[Scope, Phase, Operation, torch.Tensor], None] | None = None
+    """Told of every collective, with the tensor handed over, before it begins."""
     _pending_cuda_events: list[tuple[CollectiveCount, torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=list
     )
@@ -148,6 +150,8 @@ def _record(operation: Operation, phase: Phase, scope: Scope, x: torch.Tensor) -
     count = LEDGER.counts[(scope, phase, operation)]
     count.calls += 1
     count.bytes += x.numel() * x.element_size()
+    if LEDGER.observer is not None:
+        LEDGER.observer(scope, phase, operation, x)
     return count
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-Arch = Literal["none", "dense", "cola", "svd", "lax"]
+from boost_layers.architecture import SVD, Architecture, architecture_names, architecture_of
+
 TensorParallelism = Literal["btp", "vanilla"]
 Activation = Literal["auto", "silu", "gelu", "identity"]
 MlpKind = Literal["auto", "swiglu", "product"]
@@ -30,9 +32,10 @@ LAX_SETTINGS = ("lax_base", "lax_gate", "lax_norm")
 """Fields of `LowRankConfig` that only a latent crossing gives a meaning."""
 
 
-def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
-    """A dataclass field that appears on the command line as `name`."""
-    return field(default=default, metadata={"flag": name, **argparse_keywords})
+def _flag(name: str, default: Any, **more: Any) -> Any:
+    """A dataclass field that appears on the command line as `name`; `more` are keywords of
+    argparse's, and `words`, which gives the legal values of a choice that may grow."""
+    return field(default=default, metadata={"flag": name, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class LowRankConfig:
             What depends on the model's sizes is checked by `boost_layers.validation`.
     """
 
-    arch: Arch = _flag("--low-rank-arch", "none")
+    arch: str = _flag("--low-rank-arch", "none", words=architecture_names)
     """none: Megatron's own layer and initialisation; dense: our full-rank block, the baseline of
     benchmarks; cola: y = B·φ(A·x) in all seven projections (arXiv 2502.10940); svd: the same with
     the identity for φ and SwiGLU kept; lax: latents cross over from layer to layer (arXiv
@@ -148,6 +151,7 @@ class LowRankConfig:
             )
         self._check_anneal()
         self._check_idle()
+        self._check_architecture()
         if self.ranks is not None:
             self._rank_table()
         if self.layers is not None:
@@ -173,7 +177,7 @@ class LowRankConfig:
         """Refuse settings that would be without effect beside the others."""
         defaults = {setting.name: setting.default for setting in fields(self)}
         for name in LAX_SETTINGS:
-            if self.arch != "lax" and getattr(self, name) != defaults[name]:
+            if not self.crossing and getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"{flag_of(name)} {getattr(self, name)}: --low-rank-arch {self.arch} has no "
                     "latent crossing; nearest legal value: --low-rank-arch lax"
@@ -191,13 +195,22 @@ class LowRankConfig:
                     f"nearest legal value: {flag_of('recompute')} {flag_of(name)}"
                 )
 
+    def _check_architecture(self) -> None:
+        """Refuse the strategy that splits latents for an architecture that needs them whole."""
+        found = self.architecture
+        if found is None or found.combine is None or found.elementwise or self.tp != "vanilla":
+            return
+        raise ValueError(
+            f"{flag_of('tp')} vanilla: splits latents over the ranks, and --low-rank-arch "
+            f"{self.arch} is not elementwise in them; nearest legal value: btp"
+        )
+
     def _check_types(self) -> None:
         """Refuse words that are none of a field's choices, and ranks that are no integers: a
         program is not checked by an argument parser, and another model would be computed."""
-        hints = get_type_hints(LowRankConfig)
         for setting in fields(self):
-            value, choices = getattr(self, setting.name), get_args(hints[setting.name])
-            if all(isinstance(choice, str) for choice in choices) and choices:
+            value, choices = getattr(self, setting.name), words_of(setting)
+            if choices:
                 if value not in choices:
                     raise ValueError(
                         f"{flag_of(setting.name)} {value}: legal values are {', '.join(choices)}"
@@ -211,7 +224,13 @@ class LowRankConfig:
     @property
     def low_rank(self) -> bool:
         """Whether the projections are factorised."""
-        return self.arch in ("cola", "svd", "lax")
+        return self.architecture is not None
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The factors of a projection and what stands between them; None where projections are
+        full-rank ("none" and "dense")."""
+        return architecture_of(self.arch)
 
     @property
     def replicated_attention(self) -> bool:
@@ -226,21 +245,14 @@ class LowRankConfig:
     @property
     def crossing(self) -> bool:
         """Whether latents cross over from layer to layer (LaX)."""
-        return self.arch == "lax"
-
-    @property
-    def base(self) -> str:
-        """The architecture that decides φ and the MLP: "cola", or "svd" (as for "dense")."""
-        if self.arch == "lax":
-            return self.lax_base
-        return "cola" if self.arch == "cola" else "svd"
+        return self.architecture is not None and self.architecture.crossing
 
     @property
     def activation(self) -> str:
         """φ with `auto` resolved: "silu", "gelu" or "identity"."""
         if self.act != "auto":
             return self.act
-        return "silu" if self.base == "cola" else "identity"
+        return self._own("activation")
 
     def activation_amount(self, step: int) -> float:
         """a of φ_a(z) = (1 − a)·z + a·φ(z) in the step that follows `step` finished ones, and in
@@ -252,7 +264,14 @@ class LowRankConfig:
         """The gate's semantics with `auto` resolved: "swiglu" or "product"."""
         if self.mlp != "auto":
             return self.mlp
-        return "product" if self.base == "cola" else "swiglu"
+        return self._own("mlp")
+
+    def _own(self, field_name: str) -> str:
+        """A field of the architecture, or of LaX's base where it leaves it to that; "dense" is as
+        svd."""
+        own: str | None = getattr(self.architecture or SVD, field_name)
+        based: str = getattr(architecture_of(self.lax_base), field_name)
+        return based if own is None else own
 
     def of_layer(self, index: int) -> LowRankConfig:
         """The settings of one layer of the model, counted from 0: these, or those of a dense layer
@@ -320,6 +339,21 @@ class LowRankConfig:
         if getattr(self, specific) is not None:
             return flag_of(specific)
         return flag_of("rank") if self.rank is not None else flag_of("ratio")
+
+
+def words_of(setting: Field[Any]) -> tuple[str, ...]:
+    """The values that a field of `LowRankConfig` may have, if it is a choice of words; else ()."""
+    if "words" in setting.metadata:
+        words: tuple[str, ...] = setting.metadata["words"]()
+        return words
+    choices = get_args(_types()[setting.name])
+    return choices if all(isinstance(choice, str) for choice in choices) else ()
+
+
+@cache
+def _types() -> dict[str, Any]:
+    """The types of `LowRankConfig`'s fields."""
+    return get_type_hints(LowRankConfig)
 
 
 def flag_of(field_name: str) -> str:

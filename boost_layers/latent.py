@@ -1,21 +1,18 @@
-"""The latent between two factors: z = φ_a(Norm(w)), and LaX's crossing from layer to layer.
+"""The latents between two factors: z = φ_a(Norm(v/ρ)), before φ.
 
-With u = A·x reduced, w = u for CoLA and SVD. LaX (arXiv 2505.21732) joins the same projection of
-consecutive layers, w_l = u_l + G_l(z_{l−1}), and takes a norm over each latent. Under BTP all of
-this is replicated, so it needs no communication: the gradient of z that comes from the
-up-projection is all-reduced there, the one that comes from the next layer's gate is complete as it
-is, and both meet in w.
+Under BTP they are replicated, so that what is computed of them needs no communication: the gradient
+of z that comes from the up-projection is all-reduced there.
 
 φ_a(y) = (1 − a)·y + a·φ(y) with the activation's amount a, which is 1 but for a model whose φ is
 annealed.
 
-What is kept for backward is w alone: z is computed again by each of its two consumers.
+What is kept for backward is v alone: z is computed again by each of its consumers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +25,6 @@ from boost_layers.mappings import as_tokens
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from boost_layers.config import LowRankConfig
-    from boost_layers.parameters import FactorTensors
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,11 @@ class LatentKind:
     eps: float = 0.0
     amount: float = 1.0
     """a of φ_a(y) = (1 − a)·y + a·φ(y)."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of v that each projection has."""
+        return self.ranks
 
     @property
     def is_plain(self) -> bool:
@@ -190,72 +189,6 @@ def activated(latent: Latent) -> Tensor:
     return _Activate.apply(latent.kind, latent.kept, *latent.tensors)
 
 
-class _Cross(torch.autograd.Function):
-    """w = v/ρ + G(z) of each member, with z computed from the former layer's w, here and again in
-    backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kind: LatentKind,
-        kept: KeptTokens | None,
-        former: LatentKind,
-        kept_former: KeptTokens | None,
-        gate: str,
-        v: Tensor,
-        s: Tensor | None,
-        value: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        *gate_weights: Tensor,
-    ) -> Tensor:
-        ctx.kind, ctx.former, ctx.gate, ctx.shape = kind, former, gate, value.shape
-        # Without statistics v is not needed in backward: dv = dw.
-        saved_v, ctx.kept = (None, None) if s is None else to_save(v, kept)
-        saved, ctx.kept_former = to_save(value, kept_former)
-        ctx.save_for_backward(saved_v, s, saved, norm_weight, norm_bias, *gate_weights)
-        tokens = as_tokens(value)
-        z = former.members(former.open(tokens, None, norm_weight, norm_bias), tokens.shape[0])
-        gated = torch.cat(
-            [
-                ops.apply_gate(part, gate, weights)
-                for part, weights in zip(z, _by_member(gate_weights, former), strict=True)
-            ],
-            dim=1,
-        )
-        _, w = ops.latent_epilogue(
-            as_tokens(v),
-            kind.ranks,
-            "identity",
-            statistics=s,
-            hidden_size=kind.hidden_size,
-            eps=kind.eps,
-            gated=gated,
-            dtype=value.dtype,
-        )
-        assert w is not None
-        return w.view(v.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[Any, ...]:
-        saved_v, s, value, norm_weight, norm_bias, *gate_weights = ctx.saved_tensors
-        tokens, former = restored(value, ctx.kept_former), ctx.former
-        dv, ds = dw, None
-        if s is not None:
-            dv, ds = _divided_backward(ctx.kind, dw, restored(saved_v, ctx.kept), s)
-        norm = (None, norm_weight, norm_bias)
-        z = former.members(former.open(tokens, *norm), tokens.shape[0])
-        dparts: list[Tensor] = []
-        dgates: list[Tensor] = []
-        grads = as_tokens(dw).split(list(former.ranks), dim=1)
-        for dg, part, weights in zip(grads, z, _by_member(gate_weights, former), strict=True):
-            dpart, of_weights = ops.apply_gate_backward(dg.contiguous(), part, ctx.gate, weights)
-            dparts.append(dpart)
-            dgates += of_weights
-        dvalue, _, *dnorm = former.open_backward(former.together(dparts), tokens, *norm)
-        return *[None] * 5, dv, ds, dvalue.view(ctx.shape), *dnorm, *dgates
-
-
 class _Divide(torch.autograd.Function):
     """u = v/ρ, which is all that is kept of both."""
 
@@ -288,14 +221,14 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
         saved, s = ctx.saved_tensors
-        dv, ds = _divided_backward(ctx.kind, du, restored(saved, ctx.kept), s)
+        dv, ds = divided_backward(ctx.kind, du, restored(saved, ctx.kept), s)
         assert ds is not None
         # The op takes its last argument for v = u·ρ.
         rho = torch.sqrt(s / ctx.kind.hidden_size + ctx.kind.eps)
         return None, None, None, dv.to(ctx.dtype), ds * rho
 
 
-def _divided_backward(
+def divided_backward(
     kind: LatentKind, du: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """dv and dS of u = v/ρ."""
@@ -311,44 +244,10 @@ def _divided_backward(
     return dv.view(du.shape), ds
 
 
-def cross(latent: Latent, previous: Latent, gate: str, gate_weights: Sequence[Tensor]) -> Tensor:
-    """LaX's w = u + G(z₋₁), u = v/ρ: a layer's latent and the former layer's of the same
-    projections → `[s, b, Σ r_i]`.
-
-    Args:
-        latent: A·x, reduced.
-        previous: of the former layer, divided by its own ρ; z₋₁ is computed from it.
-        gate: "identity", "linear" or "tensor".
-        gate_weights: those of the first member, then those of the next.
-
-    No collective. Backward: du = dw; dz₋₁ and the gate's gradients from dw and z₋₁, which is
-    computed again. All of them are whole on every rank.
-    """
-    value, _, *norm = previous.tensors
-    return _Cross.apply(
-        latent.kind,
-        latent.kept,
-        previous.kind,
-        previous.kept,
-        gate,
-        latent.value,
-        latent.statistics,
-        value,
-        *norm,
-        *gate_weights,
-    )
-
-
 def divided(latent: Latent, dtype: torch.dtype, kept: KeptTokens | None) -> Tensor:
     """u = v/ρ of a latent that has statistics, `[s, b, Σ r_i]` in `dtype`; its share is put into
     `kept`. No collective."""
     return _Divide.apply(latent.kind, kept, dtype, latent.value, latent.statistics)
-
-
-def _by_member(gate_weights: Sequence[Tensor], kind: LatentKind) -> list[Sequence[Tensor]]:
-    """Each member's gate's weights."""
-    each = len(gate_weights) // len(kind.ranks)
-    return [gate_weights[i * each : (i + 1) * each] for i in range(len(kind.ranks))]
 
 
 @dataclass(frozen=True)
@@ -364,73 +263,30 @@ class Reduced:
     eps: float = 0.0
 
 
-def reduced_latent(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Σ_ranks y·Aᵀ `[s, b, r]` of y `[s, b, k/T]`, in any layout with whole rows, and A `[r, k/T]`:
-    one all-reduce."""
-    u = y.new_empty(*y.shape[:-1], weight.shape[0])
-    ops.down_projection(y, weight, u)
+def reduced_latent(y: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Σ_ranks y·Aᵀ `[s, b, Σ r]` of y `[s, b, k/T]`, in any layout with whole rows, and every
+    down-projection A `[r, k/T]`: one all-reduce."""
+    a = one_below_the_other(weights)
+    u = y.new_empty(*y.shape[:-1], a.shape[0])
+    ops.down_projection(y, a, u)
     return communication.all_reduce(u, group, communication.current_phase())
 
 
-def down_weight_gradient(du: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """dA = duᵀ·y `[r, k/T]` of `reduced_latent`, or a stand-in where it is in A's main gradient."""
-    into = main_grads([weight])
+def down_weight_gradients(du: Tensor, y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """dA = duᵀ·y `[r, k/T]` of each weight of `reduced_latent`, or stand-ins where they are in the
+    main gradients."""
+    into = main_grads(weights)
+    if into is not None and len(weights) == 1:
+        ops.down_projection_accumulate(du, y, into[0])
+        return stand_ins(weights)
+    parts = ops.down_projection_wgrad(du, y).split([a.shape[0] for a in weights])
     if into is None:
-        return ops.down_projection_wgrad(du, y).to(weight.dtype)
-    ops.down_projection_accumulate(du, y, into[0])
-    return stand_ins([weight])[0]
+        return [part.to(a.dtype) for part, a in zip(parts, weights, strict=True)]
+    for grad, part in zip(into, parts, strict=True):
+        grad.add_(part)
+    return stand_ins(weights)
 
 
-class LayerLatents:
-    """The latents of one pass through a layer, in the order in which they arise, each crossed with
-    its counterpart in the layer before where there is one."""
-
-    def __init__(
-        self, low_rank: LowRankConfig, previous: Sequence[Latent] | None, amount: float = 1.0
-    ):
-        self.low_rank = low_rank
-        self.previous = previous
-        self.amount = amount
-        """a of φ_a(y) = (1 − a)·y + a·φ(y)."""
-        self.current: list[Latent] = []
-        self.residual_source: ResidualSource | None = None
-        """How the layer's second residual input can be made again, where it is not kept."""
-
-    def next(
-        self,
-        reduced: Reduced,
-        factors: Sequence[FactorTensors],
-        kept: KeptTokens | None = None,
-    ) -> Latent:
-        """The latent of the next group of projections. In LaX's first layer and without a crossing
-        it is u itself, and has no norm.
-
-        Args:
-            reduced: what the down-projections gave.
-            factors: those projections' tensors.
-            kept: takes this rank's share, for consumers that shall not keep the latent themselves.
-        """
-        ranks = tuple(each.rank for each in factors)
-        activation, dtype = self.low_rank.activation, factors[0].B.dtype
-        kind = LatentKind(ranks, activation, amount=self.amount)
-        undivided = replace(kind, hidden_size=reduced.hidden_size, eps=reduced.eps)
-        value, statistics = reduced.value, reduced.statistics
-        latent = Latent(value, undivided, statistics, kept=kept)
-        if self.previous is not None:
-            if kept is not None and statistics is not None:
-                kept.keep(value)
-            before = self.previous[len(self.current)]
-            gate_weights = [weight for each in factors for weight in each.gate]
-            w = cross(latent, before, self.low_rank.lax_gate, gate_weights)
-            norms = zip(*(each.norm for each in factors), strict=True)
-            weight, bias, *_ = (*(torch.cat(members) for members in norms), None, None)
-            kind = replace(kind, norm=self.low_rank.lax_norm)
-            latent = Latent(w, kind, None, weight, bias, KeptTokens.of(w, kept))
-        elif statistics is not None and (self.low_rank.crossing or value.dtype != dtype):
-            # The next layer takes u, and a message wider than the activations is not kept.
-            u = divided(latent, dtype, kept)
-            latent = Latent(u, kind, kept=kept)
-        elif kept is not None and not kept.holds:
-            kept.keep(value)
-        self.current.append(latent)
-        return latent
+def one_below_the_other(weights: Sequence[Tensor]) -> Tensor:
+    """`[Σ r_i, k]` of A_i `[r_i, k]`, the weight itself if it is one."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))

@@ -25,7 +25,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from boost_layers.carry import latent_groups, pack, unpack, width_between_stages
 from boost_layers.communication import LEDGER
-from boost_layers.latent import LayerLatents
+from boost_layers.layer_latents import LayerLatents
 from boost_layers.place import LayerPlace
 
 if TYPE_CHECKING:

@@ -123,6 +123,8 @@ def gather_partial_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
+    """A rank's share of a tensor → the whole, with a gradient that is whole everywhere."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, scope: communication.Scope
@@ -137,6 +139,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    """A tensor that is whole everywhere → this rank's share."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, scope: communication.Scope

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class _GatedProduct(torch.autograd.Function):
+    """The product of gate and up."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(gate, up)

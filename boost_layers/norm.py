@@ -47,6 +47,8 @@ class NormWeight(ShardedWeights):
 
 
 class _ResidualRMSNorm(torch.autograd.Function):
+    """RMSNorm, beside the residual branch."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         tokens = as_tokens(x)

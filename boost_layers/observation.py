@@ -45,7 +45,7 @@ def values_at(latent: Latent, positions: Tensor) -> Tensor:
     LaX's w = u + G(z₋₁).
 
     Args:
-        latent: `[s, b, w]` with w = Σ r_i, or Σ r_i/T where it is `sharded`.
+        latent: `[s, b, w]` with w = Σ `kind.widths`, or 1/T of it where it is `sharded`.
         positions: `[k]`, indices along the sequence.
 
     Returns:

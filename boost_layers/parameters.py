@@ -119,7 +119,8 @@ class ShardedWeights(MegatronModule):
 class FactorTensors(NamedTuple):
     """This rank's tensors of one low-rank projection."""
 
-    A: Tensor
+    downs: tuple[Tensor, ...]
+    """A, or the weights of all down-projections in the architecture's order."""
     B: Tensor
     rank: int
     """r of the whole projection."""
@@ -130,11 +131,11 @@ class FactorTensors(NamedTuple):
 
 
 class Factors(ShardedWeights):
-    """A low-rank projection's A `[r, in]` and B `[out, r]`, each sharded along the given axis of
-    the whole tensor, and where latents cross over from the layer before (LaX) the gate and the norm
-    of its latent, replicated: every rank computes their whole gradients."""
+    """A low-rank projection's A `[r, in]` (one for each down-projection of its architecture) and B
+    `[out, r]`, sharded along the given axis of the whole tensor, and where latents cross over from
+    the layer before (LaX) the gate and the norm of its latent, replicated: every rank computes
+    their whole gradients."""
 
-    A: nn.Parameter
     B: nn.Parameter
 
     def __init__(
@@ -148,11 +149,15 @@ class Factors(ShardedWeights):
         b_axis: int,
     ):
         super().__init__(config, tp_group)
+        architecture = low_rank.architecture
+        assert architecture is not None
         self.rank = shape.rank
         self.seed, self.name = low_rank.seed, shape.name
+        self.down_names = architecture.downs
         std = cola_std(shape.in_features, shape.out_features, shape.rank)
+        down_size = shape.rank, shape.in_features
         for factor, size, axis in (
-            ("A", (shape.rank, shape.in_features), a_axis),
+            *((name, down_size, a_axis) for name in self.down_names),
             ("B", (shape.out_features, shape.rank), b_axis),
         ):
             whole = self.draw(size, std, low_rank.seed, f"{shape.name}.{factor}")
@@ -193,9 +198,11 @@ class Factors(ShardedWeights):
 
     def forward(self) -> FactorTensors:
         """This rank's tensors."""
-        gate = tuple(getattr(self, name) for name in self.gate_names)
-        norm = tuple(getattr(self, name) for name in self.norm_names)
-        return FactorTensors(self.A, self.B, self.rank, gate, norm)
+        downs, gate, norm = (
+            tuple(getattr(self, name) for name in names)
+            for names in (self.down_names, self.gate_names, self.norm_names)
+        )
+        return FactorTensors(downs, self.B, self.rank, gate, norm)
 
 
 class FullRankWeight(ShardedWeights):

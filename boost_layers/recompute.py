@@ -21,7 +21,13 @@ from torch import Tensor
 from boost_layers import ops
 from boost_layers.communication import LEDGER
 from boost_layers.kept import KeptTokens, restored, to_save
-from boost_layers.latent import Latent, LatentKind, down_weight_gradient, reduced_latent
+from boost_layers.latent import (
+    Latent,
+    LatentKind,
+    down_weight_gradients,
+    one_below_the_other,
+    reduced_latent,
+)
 from boost_layers.main_grads import leaf_for
 from boost_layers.mappings import as_sequence, as_tokens
 
@@ -42,27 +48,31 @@ class _Segment(torch.autograd.Function):
         kept: Sequence[KeptTokens | None],
         opens_layer: bool,
         group: dist.ProcessGroup,
-        a: Tensor,
+        number_of_downs: int,
         *tensors: Tensor | None,
     ) -> Tensor:
+        downs: Any = tensors[:number_of_downs]
+        tensors = tensors[number_of_downs:]
         latents, weights = _latents_and_weights(kinds, tensors)
         y = between(latents, weights)
-        u = reduced_latent(y, a, group)
+        u = reduced_latent(y, downs, group)
         ctx.between, ctx.kinds, ctx.opens_layer = between, kinds, opens_layer
+        ctx.number_of_downs = number_of_downs
         ctx.shape = y.shape[:-1]
         saved, ctx.kept = list(tensors), []
         for latent, each in zip(latents, kept, strict=True):
             value, consumed = to_save(latent.value, each)
             saved[_EACH * len(ctx.kept)] = value
             ctx.kept.append(consumed)
-        ctx.save_for_backward(a, *saved)
+        ctx.save_for_backward(*downs, *saved)
         return u
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
         if ctx.opens_layer:
             LEDGER.layer_passes["recompute"] += 1
-        a, *saved = ctx.saved_tensors
+        downs = ctx.saved_tensors[: ctx.number_of_downs]
+        saved = list(ctx.saved_tensors[ctx.number_of_downs :])
         for i, each in enumerate(ctx.kept):
             saved[_EACH * i] = restored(saved[_EACH * i], each).view(*ctx.shape, -1)
         needed = ctx.needs_input_grad[-len(saved) :]
@@ -72,12 +82,13 @@ class _Segment(torch.autograd.Function):
         # Nothing may be wanted of what is frozen.
         with torch.set_grad_enabled(any(needed)):
             y = ctx.between(*_latents_and_weights(ctx.kinds, leaves))
+        a = one_below_the_other(downs)
         dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), a), y)
-        da = down_weight_gradient(du, y.detach(), a)
+        ddowns = down_weight_gradients(du, y.detach(), downs)
         wanted_leaves: list[Any] = [t for t, w in zip(leaves, needed, strict=True) if w]
         found = iter(torch.autograd.grad(y, wanted_leaves, dy) if wanted_leaves else ())
         grads = [next(found) if wanted else None for wanted in needed]
-        return None, None, None, None, None, da, *grads
+        return *[None] * 6, *ddowns, *grads
 
 
 def _latents_and_weights(
@@ -96,7 +107,7 @@ def segment(
     between: Between,
     latents: Sequence[Latent],
     weights: Sequence[Tensor],
-    a: Tensor,
+    downs: Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
     opens_layer: bool,
@@ -109,17 +120,20 @@ def segment(
             its forward; autograd differentiates it.
         latents: reduced, `[s, b, Σ r_i]` each.
         weights: of the up-projections in `between`.
-        a: A of the down-projection, `[r, k/T]`.
+        downs: A of the down-projection, `[r, k/T]`, or of each where there are several.
         group: the tensor-parallel group.
         opens_layer: whether this is a layer's first segment, for the ledger's count of passes.
 
     Returns:
-        u, `[s, b, r]`, replicated.
+        u, `[s, b, Σ r]`, replicated.
 
-    Forward: one all-reduce of `[n, r]`. Backward: `between` again, without a collective; dy = du·A
-    and dA = duᵀ·y, no collective; then the backward of `between` with its own collectives.
+    Forward: one all-reduce of `[n, Σ r]`. Backward: `between` again, without a collective;
+    dy = du·A and dA = duᵀ·y, no collective; then the backward of `between` with its own
+    collectives.
     """
     tensors = [tensor for latent in latents for tensor in latent.tensors]
     kinds = [latent.kind for latent in latents]
     kept = [latent.kept for latent in latents]
-    return _Segment.apply(between, kinds, kept, opens_layer, group, a, *tensors, *weights)
+    return _Segment.apply(
+        between, kinds, kept, opens_layer, group, len(downs), *downs, *tensors, *weights
+    )

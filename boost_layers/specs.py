@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from boost_layers.attention import SdpaCoreAttention, SelfAttention
-from boost_layers.config import LowRankConfig
+from boost_layers.config import LowRankConfig, words_of
 from boost_layers.embedding import fuse_embedding_border
 from boost_layers.layer import LowRankLayer, LowRankLayerSubmodules
 from boost_layers.mlp import GatedMLP
@@ -197,28 +197,27 @@ def settings_from_environment(**defaults: Any) -> LowRankConfig:
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     hints = get_type_hints(LowRankConfig)
-    names = [f.name for f in fields(LowRankConfig)]
+    settings = {setting.name: setting for setting in fields(LowRankConfig)}
     values: dict[str, Any] = {"arch": "cola", **defaults}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = pair.partition("=")
-        if name not in names:
+        if name not in settings:
             raise ValueError(
-                f"{ENVIRONMENT_VARIABLE}: unknown setting {name!r}; known: {', '.join(names)}"
+                f"{ENVIRONMENT_VARIABLE}: unknown setting {name!r}; known: {', '.join(settings)}"
             )
-        values[name] = _parse(name, value, hints[name])
+        values[name] = _parse(name, value, words_of(settings[name]), hints[name])
     return LowRankConfig(**values)
 
 
-def _parse(name: str, value: str, hint: Any) -> Any:
-    """A setting's text as a value of its type."""
-    choices = get_args(hint)
-    if choices and all(isinstance(c, str) for c in choices):
-        if value not in choices:
+def _parse(name: str, value: str, words: tuple[str, ...], hint: Any) -> Any:
+    """A setting's text as a value of its type, one of `words` where there are any."""
+    if words:
+        if value not in words:
             raise ValueError(
-                f"{ENVIRONMENT_VARIABLE}: {name}={value}; legal values: {', '.join(choices)}"
+                f"{ENVIRONMENT_VARIABLE}: {name}={value}; legal values: {', '.join(words)}"
             )
         return value
-    if str in choices:
+    if str in get_args(hint):
         return value
     if hint is bool:
         if value.lower() not in ("true", "false", "1", "0"):

@@ -14,9 +14,10 @@ from megatron.core.transformer import TransformerConfig
 from boost_layers import LowRankConfig, finish_model, low_rank_spec
 
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 100, 64, 16, 60, 1234
+COLA = LowRankConfig(arch="cola", ratio=0.25, seed=SEED)
 
 
-def build_model(tp):
+def build_model(tp, low_rank):
     config = TransformerConfig(
         num_layers=2,
         hidden_size=128,
@@ -32,7 +33,7 @@ def build_model(tp):
         attention_dropout=0.0,
         finalize_model_grads_func=distributed.finalize_model_grads,
     )
-    layers = low_rank_spec(config, LowRankConfig(arch="cola", ratio=0.25, seed=SEED))
+    layers = low_rank_spec(config, low_rank)
     padded = -(-VOCABULARY // (64 * tp)) * 64 * tp  # so that TP divides it
     model = GPTModel(config, layers, padded, LENGTH, position_embedding_type="rope").cuda()
     finish_model(model, VOCABULARY, SEED)
@@ -54,13 +55,13 @@ def forward_step(data, model):
     return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
 
 
-def main():
+def main(low_rank=COLA):
     torch.cuda.set_device(torch.distributed.get_node_local_rank())
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     torch.manual_seed(SEED)  # The ranks of a tensor-parallel group read the same data.
-    model = build_model(torch.distributed.get_world_size())
+    model = build_model(torch.distributed.get_world_size(), low_rank)
     optimizer, data = get_megatron_optimizer(OptimizerConfig(lr=3e-3), [model]), sequences()
     for step in range(1, STEPS + 1):
         model.zero_grad_buffer()

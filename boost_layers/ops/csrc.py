@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _boost = torch.ops.boost
 
+_MOST_WEIGHTS = 3
+"""That csrc folds γ into, its `kMaxGroups`; more are put together first."""
+
 
 def rms_stats(x: Tensor, slots: Tensor | None = None, tp_rank: int = 0) -> Tensor:
     return _boost.sum_of_squares(x) if slots is None else _boost.rms_stats(x, slots, tp_rank)
@@ -94,19 +97,31 @@ def latent_epilogue_backward(
 
 
 def fold_gamma(gamma: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    if len(weights) > _MOST_WEIGHTS:
+        weights = [torch.cat(list(weights))]
     return _boost.fold_gamma(gamma, weights)
 
 
 def fold_gamma_backward(
     m: Tensor, gamma: Tensor, weights: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    return _boost.fold_gamma_backward(m, gamma, weights)
+    if len(weights) <= _MOST_WEIGHTS:
+        return _boost.fold_gamma_backward(m, gamma, weights)
+    (dwhole,), dgamma = _boost.fold_gamma_backward(m, gamma, [torch.cat(list(weights))])
+    return list(dwhole.split([a.shape[0] for a in weights])), dgamma
 
 
 def fold_gamma_accumulate(
     m: Tensor, gamma: Tensor, weights: Sequence[Tensor], main_grads: Sequence[Tensor]
 ) -> Tensor:
-    return _boost.fold_gamma_accumulate(m, gamma, weights, main_grads)
+    if len(weights) <= _MOST_WEIGHTS:
+        return _boost.fold_gamma_accumulate(m, gamma, weights, main_grads)
+    whole = torch.cat(list(weights))
+    added = torch.zeros_like(whole, dtype=main_grads[0].dtype)
+    dgamma = _boost.fold_gamma_accumulate(m, gamma, [whole], [added])
+    for grad, part in zip(main_grads, added.split([a.shape[0] for a in weights]), strict=True):
+        grad.add_(part)
+    return dgamma
 
 
 def up_projection(z: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

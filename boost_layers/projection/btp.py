@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from boost_layers.kept import KeptTokens
-from boost_layers.latent import Latent, LayerLatents, Reduced, ResidualSource
+from boost_layers.latent import Latent, Reduced, ResidualSource
+from boost_layers.layer_latents import LayerLatents
 from boost_layers.mappings import hidden_to_sequence, sequence_to_hidden
 from boost_layers.norm import NormWeight
 from boost_layers.parameters import Factors, ProjectionShape
@@ -92,13 +93,14 @@ class BtpProjections(nn.Module):
         grouped = self.low_rank.grouping
         factors = [projection() for projection in inputs]
         groups = [len(factors)] if grouped else [1] * len(factors)
+        downs = [weight for each in factors for weight in each.downs]
         kept = [self._kept() for _ in groups]
         x, reduced = norm_down(
             x,
             delta,
             norm(),
-            [each.A for each in factors],
-            groups,
+            downs,
+            [length * len(downs) // len(factors) for length in groups],
             self.norm_settings,
             kept=[] if self.norm_settings.online else [each for each in kept if each is not None],
             source=latents.residual_source,
@@ -118,9 +120,9 @@ class BtpProjections(nn.Module):
         closing = output()
         if self.low_rank.recompute:
             first = len(latents.current) == len(groups)
-            u = segment(expand, opened, b_weights, closing.A, self.tp_group, opens_layer=first)
+            u = segment(expand, opened, b_weights, closing.downs, self.tp_group, opens_layer=first)
         else:
-            u = down(expand(opened, b_weights), closing.A, self.tp_group)
+            u = down(expand(opened, b_weights), closing.downs, self.tp_group)
         latent = latents.next(Reduced(u), [closing], self._kept())
         if self.low_rank.recompute_residual:
             latents.residual_source = ResidualSource(x, latent, closing.B)

@@ -29,18 +29,18 @@ class _Up(torch.autograd.Function):
         kind: LatentKind,
         kept: KeptTokens | None,
         group: dist.ProcessGroup,
-        value: Tensor,
+        latents: Tensor,
         statistics: Tensor | None,
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         others = statistics, norm_weight, norm_bias
-        ys = ops.up_projection(kind.open(as_tokens(value), *others), weights)
-        ctx.kind, ctx.group, ctx.shape = kind, group, value.shape
-        saved, ctx.kept = to_save(value, kept)
+        ys = ops.up_projection(kind.open(as_tokens(latents), *others), weights)
+        ctx.kind, ctx.group, ctx.shape = kind, group, latents.shape
+        saved, ctx.kept = to_save(latents, kept)
         ctx.save_for_backward(saved, *others, *weights)
-        return tuple(as_sequence(y, value) for y in ys)
+        return tuple(as_sequence(y, latents) for y in ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:

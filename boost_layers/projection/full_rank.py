@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from boost_layers.config import LowRankConfig
-    from boost_layers.latent import LayerLatents
+    from boost_layers.layer_latents import LayerLatents
 
 
 def _gather_sequence(x: Tensor, group: dist.ProcessGroup, phase: communication.Phase) -> Tensor:
@@ -41,6 +41,8 @@ def _scatter_sequence(x: Tensor, group: dist.ProcessGroup, phase: communication.
 
 
 class _ColumnLinear(torch.autograd.Function):
+    """Column-parallel projections of one input."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, sequence_parallel: bool, group: dist.ProcessGroup, *weights: Tensor
@@ -87,6 +89,8 @@ def column_linear(
 
 
 class _RowLinear(torch.autograd.Function):
+    """A row-parallel projection and the residual's sum."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,7 +20,8 @@ from boost_layers.latent import (
     LatentKind,
     Reduced,
     ResidualSource,
-    down_weight_gradient,
+    down_weight_gradients,
+    one_below_the_other,
     reduced_latent,
 )
 from boost_layers.main_grads import main_grads, stand_ins
@@ -267,26 +268,28 @@ def norm_down(
 
 
 class _Down(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(y, weight)
-        return reduced_latent(y, weight, group)
+    """The row-parallel down-projection of what attention or MLP gives."""
 
     @staticmethod
-    def backward(ctx: Any, du: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, weight = ctx.saved_tensors
-        dy = as_sequence(ops.down_projection_dgrad(as_tokens(du), weight), y)
-        return dy, down_weight_gradient(du, y, weight), None
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(y, *weights)
+        return reduced_latent(y, weights, group)
+
+    @staticmethod
+    def backward(ctx: Any, du: Tensor) -> tuple[Tensor | None, ...]:
+        y, *weights = ctx.saved_tensors
+        dy = ops.down_projection_dgrad(as_tokens(du), one_below_the_other(weights))
+        return as_sequence(dy, y), None, *down_weight_gradients(du, y, weights)
 
 
-def down(y: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A row-parallel down-projection: y `[s, b, k/T]` of the global `[s, b, k]`, A `[r, k/T]` →
-    the pre-activation latent `[s, b, r]`, replicated.
+def down(y: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """A row-parallel down-projection: y `[s, b, k/T]` of the global `[s, b, k]`, A `[r, k/T]`, or
+    several that share y → the pre-activation latent `[s, b, Σ r]`, replicated.
 
-    Forward: one all-reduce of `[n, r]`. Input gradient dy = du·A and weight gradient dA = duᵀ·y:
+    Forward: one all-reduce of `[n, Σ r]`. Input gradient dy = du·A and weight gradient dA = duᵀ·y:
     no collective.
     """
-    return _Down.apply(y, weight, group)
+    return _Down.apply(y, group, *weights)
 
 
 def split_runs[Item](items: Sequence[Item], groups: Sequence[int]) -> list[Sequence[Item]]:

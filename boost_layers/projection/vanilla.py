@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
-from boost_layers.latent import Latent, LatentKind, LayerLatents, Reduced, activated
+from boost_layers.latent import Latent, LatentKind, Reduced, activated, one_below_the_other
+from boost_layers.layer_latents import LayerLatents
 from boost_layers.mappings import (
     as_sequence,
     as_tokens,
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
 
 
 class _ColumnDown(torch.autograd.Function):
+    """Grouped column-parallel down-projections."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, reduce_gradient: bool, group: dist.ProcessGroup, *weights: Tensor
     ) -> Tensor:
-        folded = _grouped(weights)
+        folded = one_below_the_other(weights)
         ctx.reduce_gradient, ctx.group = reduce_gradient, group
         ctx.save_for_backward(x, *weights)
         return torch.mm(as_tokens(x), folded.t()).view(*x.shape[:-1], -1)
@@ -50,7 +53,7 @@ class _ColumnDown(torch.autograd.Function):
     def backward(ctx: Any, du: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         du = as_tokens(du)
-        dx = torch.mm(du, _grouped(weights))
+        dx = torch.mm(du, one_below_the_other(weights))
         pending = None
         if ctx.reduce_gradient:
             pending = communication.start_all_reduce(dx, ctx.group, "backward")
@@ -58,11 +61,6 @@ class _ColumnDown(torch.autograd.Function):
         if pending is not None:
             pending.wait()
         return dx.view(x.shape), None, None, *dweight.split([a.shape[0] for a in weights])
-
-
-def _grouped(weights: Sequence[Tensor]) -> Tensor:
-    """A_i `[r_i, k]`, one below the other."""
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 def column_down(
@@ -78,6 +76,8 @@ def column_down(
 
 
 class _RowUp(torch.autograd.Function):
+    """Latents → φ → row-parallel up-projections, added to a residual where there is one."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,14 +129,14 @@ def _gather_heads(grads: Sequence[Tensor], group: dist.ProcessGroup) -> list[Ten
 def row_up(
     u: Tensor,
     weights: Sequence[Tensor],
-    activation: str,
+    kind: LatentKind,
     group: dist.ProcessGroup,
     *,
-    amount: float = 1.0,
     sliced: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Row-parallel up-projections: y_i = Σ_ranks φ_a(u_i)·B_iᵀ (+ residual), a = `amount`.
+    """Row-parallel up-projections: y_i = Σ_ranks z_i·B_iᵀ (+ residual), z = φ(u) or as `kind` says,
+    which takes this rank's r_i/T for the ranks.
 
     u `[s, b, Σ r_i/T]`, B_i `[o_i, r_i/T]` of the global `[o_i, r_i]` → y_i `[s, b, o_i]` whole, or
     this rank's heads `[s, b, o_i/T]` if `sliced`.
@@ -144,7 +144,6 @@ def row_up(
     Forward: one all-reduce of `[n, o_i]` per projection. Backward: du_i = (dy_i·B_i)∘φ′(u_i) and
     dB_i = dy_iᵀ·φ(u_i) are local; if `sliced`, one all-gather of all dy_i `[n, o_i/T]` first.
     """
-    kind = LatentKind(tuple(b.shape[1] for b in weights), activation, amount=amount)
     return _RowUp.apply(u, residual, kind, sliced, group, *weights)
 
 
@@ -202,7 +201,8 @@ class VanillaProjections(nn.Module):
         runs = [factors] if self.low_rank.grouping else [[each] for each in factors]
         outputs: list[Tensor] = []
         for run in runs:
-            u = column_down(normed, [each.A for each in run], self.tp_group, reduce_gradient=True)
+            downs = [weight for each in run for weight in each.downs]
+            u = column_down(normed, downs, self.tp_group, reduce_gradient=True)
             outputs += self._up(u, run, latents, sliced=sliced)
         return x, tuple(outputs)
 
@@ -213,10 +213,10 @@ class VanillaProjections(nn.Module):
         `[s, b, k/T]`, gathered first) → `[s, b, d]`. One all-reduce of `[n, d]` forward; backward
         one of `[n, k]`, or a reduce-scatter of it for gathered heads."""
         factors = output()
-        gathered = y.shape[-1] != factors.A.shape[1]
+        gathered = y.shape[-1] != factors.downs[0].shape[1]
         if gathered:
             y = gather_partial_gradient(y, self.tp_group)
-        u = column_down(y, [factors.A], self.tp_group, reduce_gradient=not gathered)
+        u = column_down(y, factors.downs, self.tp_group, reduce_gradient=not gathered)
         (x,) = self._up(u, [factors], latents, residual=residual)
         return x
 
@@ -234,25 +234,17 @@ class VanillaProjections(nn.Module):
         LaX's gate and norm need whole latents: one all-gather of the shares forward, and backward
         one of the gradients of z.
         """
-        activation = self.low_rank.activation
+        weights = [each.B for each in factors]
+        shares = tuple(b.shape[1] for b in weights)
+        kind = latents.kind(shares)
         if self.low_rank.crossing:
             ranks = [each.rank for each in factors]
             u = whole_latents(u, ranks, self.tp_group)
             u = latent_shares(activated(latents.next(Reduced(u), factors)), ranks, self.tp_group)
-            activation = "identity"
+            kind = LatentKind(shares, "identity")
         else:
-            shares = tuple(each.B.shape[1] for each in factors)
-            latents.current.append(Latent(u, LatentKind(shares, activation), sharded=True))
-        weights = [each.B for each in factors]
-        return row_up(
-            u,
-            weights,
-            activation,
-            self.tp_group,
-            amount=latents.amount,
-            sliced=sliced,
-            residual=residual,
-        )
+            latents.current.append(Latent(u, kind, sharded=True))
+        return row_up(u, weights, kind, self.tp_group, sliced=sliced, residual=residual)
 
 
 def whole_latents(u: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,8 @@
 """Command-line flags from a dataclass: names, types, choices, defaults and help.
 
-A field with `metadata["flag"]` becomes a flag; its type gives the accepted values, its docstring
-the help. A Boolean field whose default is True appears as its negation (`--no-…`).
+A field with `metadata["flag"]` becomes a flag; its type gives the accepted values, or
+`metadata["words"]()` where more may be registered, and its docstring the help. A Boolean field
+whose default is True appears as its negation (`--no-…`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def flags_of(cls: type) -> Iterator[Flag]:
     for field in dataclasses.fields(cls):
         if "flag" not in field.metadata:
             continue
-        keywords = {key: value for key, value in field.metadata.items() if key != "flag"}
+        keywords = dict(field.metadata)
+        del keywords["flag"]
         kind, choices = _kind(hints[field.name])
+        if "words" in keywords:
+            choices = keywords.pop("words")()
         yield Flag(
             name=field.metadata["flag"],
             field=field.name,

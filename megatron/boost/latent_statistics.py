@@ -63,7 +63,9 @@ class LatentStatistics:
             if low_rank.of_layer(layer).low_rank
             for index, name in enumerate(PROJECTIONS)
         }
-        widest = max(low_rank.rank_of(name, hidden_size) for name in PROJECTIONS)
+        architecture = low_rank.architecture
+        downs = 1 if architecture is None else len(architecture.downs)
+        widest = downs * max(low_rank.rank_of(name, hidden_size) for name in PROJECTIONS)
         self._per_sequence = math.ceil(TOKENS_PER_DIMENSION * widest / sequences)
         self._positions: Tensor | None = None
         self._moments: dict[int, Tensor] = {}
@@ -85,9 +87,9 @@ class LatentStatistics:
                     latent.value.shape[0], self._per_sequence, latent.value.device
                 )
             sample = values_at(latent, self._positions)
-            members = sample.split(list(latent.kind.ranks), dim=1)
+            members = sample.split(list(latent.kind.widths), dim=1)
             if latent.sharded and group.size() > 1:
-                members = _whole(sample, latent.kind.ranks, group)
+                members = _whole(sample, latent.kind.widths, group)
             for member in members:
                 if index % group.size() == group.rank():
                     self._add(index, member)

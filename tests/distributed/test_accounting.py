@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from boost_layers.config import LowRankConfig
-from megatron.boost.accounting.activations import kept_activation_bytes
-from megatron.boost.accounting.collectives import (
-    border_collectives,
-    layer_collectives,
-)
-from megatron.boost.accounting.flops import Work, checkpointed_layers, rank_hardware_flops
-from megatron.boost.accounting.parameters import stage_tensors
-from megatron.boost.accounting.sizes import Layout, Model
-from tests.support.accounted import Measured, accounted_layout, accounted_model, measure
+from tests.support.accounted import Measured, accounted, measure
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, tensor_parallel_state
 from tests.support.plain_llama import PlainConfig
@@ -177,23 +169,6 @@ def measure_each(cases: dict[str, Case]) -> dict[str, Measured]:
         }
 
 
-def accounted_collectives(
-    model: Model, layout: Layout, *, fused_embedding: bool
-) -> dict[tuple[str, str, str], Any]:
-    again = checkpointed_layers(model, layout, 0)
-    total: dict[tuple[str, str, str], Any] = {}
-    parts = [
-        ("layer", layer_collectives(model, layout, layer, checkpointed=layer in again))
-        for layer in range(model.num_layers)
-    ]
-    borders = border_collectives(model, layout, 0, fused_embedding=fused_embedding)
-    for scope, collectives in [*parts, ("border", borders)]:
-        for (phase, operation), traffic in collectives.items():
-            calls, size = total.get((scope, phase, operation), (0, 0))
-            total[scope, phase, operation] = (calls + traffic.calls, size + traffic.bytes)
-    return total
-
-
 @pytest.mark.parametrize(
     "tp, names",
     [
@@ -209,12 +184,5 @@ def test_a_built_model_is_as_accounted(tp: int, names: tuple[str, ...]) -> None:
     }
     for found in run_ranks(measure_each, tp, cases):
         for name, case in cases.items():
-            model, layout = accounted_model(case), accounted_layout(case, SEQUENCE, BATCH)
-            uncausal = Work(BATCH * SEQUENCE, 2 * BATCH * SEQUENCE**2)
-            expected = Measured(
-                shapes={n: t.on_rank(tp) for n, t in stage_tensors(model, layout, 0).items()},
-                kept_bytes=kept_activation_bytes(model, layout, 0),
-                flops=rank_hardware_flops(model, layout, 0, uncausal),
-                collectives=accounted_collectives(model, layout, fused_embedding="fused" in name),
-            )
+            expected = accounted(case, SEQUENCE, BATCH, fused_embedding="fused" in name)
             assert (name, found[name]) == (name, expected)

@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from boost_layers.annealing import set_activation_amount
 from tests.distributed.test_latent_checkpointing import gemm_flops
-from tests.distributed.test_parity import BTP, CASES, LATENT, LAX_CASES, LAYER_CASES, batch, check
+from tests.distributed.test_parity import BTP, CASES, LATENT, LAX_CASES, LAYER_CASES
 from tests.support.accounted import ADDED_IN_PLACE
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, parallel_gpt, tensor_parallel_state
+from tests.support.parity import batch, check
 from tests.support.plain_llama import random_canonical
 
 SHARDED = {**LATENT, "recompute_residual": True, "recompute_shard": True}

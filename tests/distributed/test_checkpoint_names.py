@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_parity import BTP, DENSE, DENSE_PLAIN, PLAIN, VANILLA, batch
+from tests.distributed.test_parity import BTP, DENSE, DENSE_PLAIN, PLAIN, VANILLA
 from tests.support.distributed import run_ranks
-from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
+from tests.support.parallel_gpt import Case, parallel_gpt, tensor_parallel_state
 from tests.support.plain_llama import random_canonical
+from tests.support.resharding import load, save
 
 COLA = replace(PLAIN, heads=8, kv_heads=4, head_dim=6)
 FULL_RANK = replace(DENSE_PLAIN, heads=8, kv_heads=4, head_dim=6)
@@ -102,37 +103,6 @@ def test_layers_are_never_stacked(
         assert {key: shard.shape for key, shard in stacked.items()} == {
             key: shard.shape for key, shard in apart.items()
         }
-
-
-def save(case: Case, tensors: Mapping[str, Tensor], folder: str) -> Tensor:
-    from megatron.core import dist_checkpointing
-
-    tokens, labels = batch(52)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with parallel_gpt(case, tensors) as model:
-        dist_checkpointing.save(model.sharded_state_dict(), folder)
-        with torch.no_grad():
-            return model(tokens, positions, None, labels=labels)
-
-
-def load(cases: Mapping[str, Case], folder: str) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
-    """On a rank: the whole weights that each case reads, and its loss."""
-    from megatron.core import dist_checkpointing
-
-    tokens, labels = batch(52)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    found = {}
-    with tensor_parallel_state(next(iter(cases.values())).tp):
-        for name, case in cases.items():
-            with parallel_gpt(case) as model, torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(torch.nan)
-                model.load_state_dict(
-                    dist_checkpointing.load(model.sharded_state_dict(), folder), strict=False
-                )
-                weights = gather_canonical(model, dict(model.named_parameters()), 52)
-                found[name] = weights, model(tokens, positions, None, labels=labels)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from boost_layers.initialization import draw_normal
-from tests.distributed.test_parity import BTP, DENSE, PLAIN, REPLICATED, VANILLA, batch
+from tests.distributed.test_parity import BTP, DENSE, PLAIN, REPLICATED, VANILLA
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
+from tests.support.parity import batch
 from tests.support.plain_llama import PlainLlama
 
 VOCAB = 50

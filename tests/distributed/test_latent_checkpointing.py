@@ -15,10 +15,11 @@ from boost_layers.communication import LEDGER
 from boost_layers.config import LowRankConfig
 from boost_layers.kept import KeptTokens
 from boost_layers.latent import Latent, LatentKind, activated
-from tests.distributed.test_parity import CASES, LAX_CASES, LAYER_CASES, batch
+from tests.distributed.test_parity import CASES, LAX_CASES, LAYER_CASES
 from tests.support.accounted import ADDED_IN_PLACE
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
+from tests.support.parity import batch
 from tests.support.plain_llama import random_canonical
 
 OPTIONS: dict[str, dict[str, bool]] = {

@@ -18,9 +18,10 @@ from boost_layers.communication import LEDGER
 from boost_layers.observation import observe_latents
 from megatron.boost.latent_statistics import LatentStatistics, effective_rank, positions
 from tests.distributed.test_annealing import MODELS
-from tests.distributed.test_parity import LAX_CASES, LAYER_CASES, batch
+from tests.distributed.test_parity import LAX_CASES, LAYER_CASES
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, parallel_gpt, tensor_parallel_state
+from tests.support.parity import batch
 from tests.support.plain_llama import LowRankProjection, PlainLlama, random_canonical
 
 Found = dict[tuple[int, str], tuple[float, float]]

@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 from boost_layers.config import LowRankConfig
 from boost_layers.mappings import gather_last_dim
 from boost_layers.projection.row_down import NormSettings, norm_down
-from tests.distributed.test_parity import relative_error
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, parallel_gpt, tensor_parallel_state
+from tests.support.parity import relative_error
 from tests.support.plain_llama import PlainConfig, PlainLlama, random_canonical
 from tests.support.reduced import u_of
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.distributed.test_parity import CASES, batch, relative_error
+from tests.distributed.test_parity import CASES
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, gather_canonical, parallel_gpt, tensor_parallel_state
+from tests.support.parity import batch, relative_error
 from tests.support.plain_llama import PlainLlama, adamw_steps, random_canonical
 
 STEPS = 5

@@ -100,12 +100,13 @@ def btp() -> None:
                 [shapes[0], *shapes],
                 [2, *[None] * len(groups)],
             )
-    compare(
-        lambda y, a: [down(y, a, group)],
-        lambda y, a: [F.linear(y, a)],
-        [((S, B, D), 2), ((R, D), 1)],
-        [None],
-    )
+    for several in (1, 2):
+        compare(
+            lambda y, *a: [down(y, a, group)],
+            lambda y, *a: [F.linear(y, torch.cat(a))],
+            [((S, B, D), 2), *[((R, D), 1)] * several],
+            [None],
+        )
     for activation, phi in (("silu", F.silu), ("gelu", F.gelu), ("identity", lambda u: u)):
         compare(
             lambda u, *b, act=activation: up(Latent(u, LatentKind((R, R), act)), b, group),
@@ -119,6 +120,7 @@ def btp() -> None:
 
 def vanilla() -> None:
     group = distributed.group.WORLD
+    kind = LatentKind((R // group.size(),), "silu")
     for reduce in (True, False):
         compare(
             lambda x, a, reduce=reduce: [column_down(x, [a], group, reduce_gradient=reduce)],
@@ -129,13 +131,13 @@ def vanilla() -> None:
         )
     for sliced in (False, True):
         compare(
-            lambda u, b, sliced=sliced: row_up(u, [b], "silu", group, sliced=sliced),
+            lambda u, b, sliced=sliced: row_up(u, [b], kind, group, sliced=sliced),
             lambda u, b: [F.linear(F.silu(u), b)],
             [((S, B, R), 2), ((OUT, R), 1)],
             [2 if sliced else None],
         )
     compare(
-        lambda u, x, b: row_up(u, [b], "silu", group, residual=x),
+        lambda u, x, b: row_up(u, [b], kind, group, residual=x),
         lambda u, x, b: [x + F.linear(F.silu(u), b)],
         [((S, B, R), 2), ((S, B, OUT), None), ((OUT, R), 1)],
         [None],

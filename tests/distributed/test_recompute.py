@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.test_parity import CASES, LAX_CASES, batch
+from tests.distributed.test_parity import CASES, LAX_CASES
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case, loss_and_gradients, tensor_parallel_state
+from tests.support.parity import batch
 from tests.support.plain_llama import random_canonical
 
 RECOMPUTE: dict[str, dict[str, Any]] = {

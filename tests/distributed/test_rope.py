@@ -13,19 +13,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.distributed.test_parity import (
-    BTP,
-    DENSE,
-    VANILLA,
-    Reference,
-    beyond,
-    compare,
-    errors,
-    reference,
-)
+from tests.distributed.test_parity import BTP, DENSE, VANILLA
 from tests.support import plain_llama
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case
+from tests.support.parity import Reference, beyond, compare, errors, reference
 from tests.support.plain_llama import Llama3RopeScaling, PlainConfig
 
 SEQUENCE = 64

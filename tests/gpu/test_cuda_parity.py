@@ -14,19 +14,10 @@ import torch
 from torch import distributed
 
 from boost_layers import ops
-from tests.distributed.test_parity import (
-    CASES,
-    LAX_CASES,
-    LAYER_CASES,
-    SINGLE_RANK_CASES,
-    Reference,
-    beyond,
-    compare,
-    possible,
-    reference,
-)
+from tests.distributed.test_parity import CASES, LAX_CASES, LAYER_CASES, SINGLE_RANK_CASES
 from tests.support.distributed import run_ranks
 from tests.support.parallel_gpt import Case
+from tests.support.parity import Reference, beyond, compare, possible, reference
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:

@@ -17,6 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from boost_layers.communication import LEDGER
 from boost_layers.embedding import fuse_embedding_border
+from megatron.boost.accounting.activations import kept_activation_bytes
+from megatron.boost.accounting.collectives import border_collectives, layer_collectives
+from megatron.boost.accounting.flops import Work, checkpointed_layers, rank_hardware_flops
+from megatron.boost.accounting.parameters import stage_tensors
 from megatron.boost.accounting.sizes import Layout, Model
 from megatron.boost.recipes.kept_memory import KeptMemory
 from tests.support.parallel_gpt import Case, parallel_gpt
@@ -65,6 +69,36 @@ class Measured:
     flops: int
     collectives: dict[tuple[str, str, str], tuple[int, int]]
     """(scope, phase, operation) → calls, bytes."""
+
+
+def accounted(case: Case, sequence: int, batch: int, *, fused_embedding: bool = False) -> Measured:
+    """What the accounting says that `measure` will find."""
+    model, layout = accounted_model(case), accounted_layout(case, sequence, batch)
+    uncausal = Work(batch * sequence, 2 * batch * sequence**2)
+    tensors = stage_tensors(model, layout, 0)
+    return Measured(
+        shapes={name: tensor.on_rank(case.tp) for name, tensor in tensors.items()},
+        kept_bytes=kept_activation_bytes(model, layout, 0),
+        flops=rank_hardware_flops(model, layout, 0, uncausal),
+        collectives=_accounted_collectives(model, layout, fused_embedding=fused_embedding),
+    )
+
+
+def _accounted_collectives(
+    model: Model, layout: Layout, *, fused_embedding: bool
+) -> dict[tuple[str, str, str], Any]:
+    again = checkpointed_layers(model, layout, 0)
+    total: dict[tuple[str, str, str], Any] = {}
+    parts = [
+        ("layer", layer_collectives(model, layout, layer, checkpointed=layer in again))
+        for layer in range(model.num_layers)
+    ]
+    borders = border_collectives(model, layout, 0, fused_embedding=fused_embedding)
+    for scope, collectives in [*parts, ("border", borders)]:
+        for (phase, operation), traffic in collectives.items():
+            calls, size = total.get((scope, phase, operation), (0, 0))
+            total[scope, phase, operation] = (calls + traffic.calls, size + traffic.bytes)
+    return total
 
 
 def _product_flops(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) -> int:

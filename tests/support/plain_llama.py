@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -65,6 +66,7 @@ class PlainConfig:
     `ranks` overrides both for the projections it names. `low_rank_layers` are the first and the
     last low-rank layer, the others being dense with "swiglu" (None: all are low-rank). `act` acts
     on the latent, and "gelu" is the exact one (erf); of it `act_amount` is mixed with the identity.
+    `projection` makes a low-rank projection of another architecture from (in, out, rank, act).
     `rope_dtype` is the precision of the RoPE
     angles: float64 is exact, float32 reproduces the rounding of libraries that compute them in
     float32 whatever the model's dtype.
@@ -87,6 +89,7 @@ class PlainConfig:
     act_amount: float = 1.0
     mlp: Literal["product", "swiglu"] = "swiglu"
     lax: Lax | None = None
+    projection: Callable[[int, int, int, Callable[[Tensor], Tensor]], nn.Module] | None = None
     low_rank_layers: tuple[int, int] | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
@@ -128,7 +131,7 @@ class PlainConfig:
         return self.rank
 
 
-def _unset(*shape: int) -> nn.Parameter:
+def unset(*shape: int) -> nn.Parameter:
     """A parameter of NaNs: a tensor that nobody loaded cannot pass for a trained one."""
     return nn.Parameter(torch.full(shape, math.nan))
 
@@ -143,11 +146,16 @@ class Weight(nn.Module):
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
-        self.weight = _unset(out_features, in_features)
+        self.weight = unset(out_features, in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """`W x`: [..., in] -> [..., out]."""
         return F.linear(x, self.weight)
+
+
+def mixed_activation(act: str, amount: float, v: Tensor) -> Tensor:
+    """`act`, of which `amount` is mixed with the identity."""
+    return (1 - amount) * v + amount * ACTIVATIONS[act](v)
 
 
 class LowRankProjection(nn.Module):
@@ -163,10 +171,9 @@ class LowRankProjection(nn.Module):
         act_amount: float = 1.0,
     ) -> None:
         super().__init__()
-        self.A = _unset(rank, in_features)
-        self.B = _unset(out_features, rank)
-        self.act = ACTIVATIONS[act]
-        self.act_amount = act_amount
+        self.A = unset(rank, in_features)
+        self.B = unset(out_features, rank)
+        self.act = partial(mixed_activation, act, act_amount)
         self.lax = lax
         self.z: Tensor
         """The latent of the last forward, which the next layer reads."""
@@ -175,13 +182,13 @@ class LowRankProjection(nn.Module):
         if lax.gate == "tensor":
             # The divisor of r nearest to its square root from below.
             p = max(p for p in range(1, rank + 1) if rank % p == 0 and p * p <= rank)
-            self.gate_left, self.gate_right = _unset(p, p), _unset(rank // p, rank // p)
+            self.gate_left, self.gate_right = unset(p, p), unset(rank // p, rank // p)
         elif lax.gate == "linear":
-            self.gate_weight, self.gate_bias = _unset(rank, rank), _unset(rank)
+            self.gate_weight, self.gate_bias = unset(rank, rank), unset(rank)
         if lax.norm != "none":
-            self.norm_weight = _unset(rank)
+            self.norm_weight = unset(rank)
         if lax.norm == "layernorm":
-            self.norm_bias = _unset(rank)
+            self.norm_bias = unset(rank)
 
     def forward(self, x: Tensor, before: LowRankProjection | None = None) -> Tensor:
         """[..., in] -> [..., out]; `before` is the same projection of the layer before."""
@@ -189,7 +196,7 @@ class LowRankProjection(nn.Module):
         if self.lax is not None:
             assert before is not None
             v = self._norm(v + self._gate(before.z))
-        self.z = (1 - self.act_amount) * v + self.act_amount * self.act(v)
+        self.z = self.act(v)
         return F.linear(self.z, self.B)
 
     def _gate(self, z: Tensor) -> Tensor:
@@ -216,6 +223,9 @@ def _projection(
 ) -> nn.Module:
     if not config.is_low_rank(layer):
         return Weight(out_features, in_features)
+    if config.projection is not None:
+        act = partial(mixed_activation, config.act, config.act_amount)
+        return config.projection(in_features, out_features, config.rank_of(name), act)
     lax = config.lax if layer > 0 and config.is_low_rank(layer - 1) else None
     return LowRankProjection(
         out_features, in_features, config.rank_of(name), config.act, lax, config.act_amount
@@ -233,7 +243,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = _unset(size)
+        self.weight = unset(size)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""The examples that are programs of several commands run, with fewer steps."""
+"""Every example runs: as it is given, or with fewer steps where it takes more than seconds."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,63 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(*words: str) -> str:
+    """What a command in the checkout prints, with this Python."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_in_the_table_and_in_these_tests() -> None:
+    table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    tests = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"]({path.name})" in table
+        assert f'"{path.name}"' in tests
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("name", ["plain_gpt_model.py", "gated_latent.py"])
+def test_a_plain_program_trains(name: str) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run_example(*launcher, "-m", "megatron.boost.cpu", f"examples/{name}")
+    shown = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.M)]
+    assert len(shown) > 3
+    # Of 100 tokens, the padded ones have no share: ln 100 = 4.6.
+    assert 4.4 < shown[0] < 5.2
+    assert shown[-1] < 0.5 * shown[0]
+
+
+@pytest.mark.program
+def test_a_tour_is_printed_and_written(tmp_path: Path) -> None:
+    """What it says is right is tests/distributed/test_tour.py's to see."""
+    file = tmp_path / "tour.json"
+    printed = run_example(str(EXAMPLES / "tour_of_a_block.py"), "--json", str(file))
+    assert re.search(r"mlp.down_proj.B +\[64, 24\] +\[32, 24\] +split along axis 0", printed)
+    assert "> all-reduce of 9,344 bytes: 73 numbers a token" in printed
+    values = json.loads(file.read_text())
+    assert values["forward_all_reduce_calls"] == values["backward_all_reduce_calls"] == 4
+
+
+@pytest.mark.program
+def test_a_tour_on_ranks_that_do_not_divide_is_refused_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "tour_of_a_block.py", "--tp", "3"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.search(r"^error: --num-attention-heads 4: .*nearest legal value: ", done.stderr, re.M)
 
 
 @pytest.mark.program

@@ -14,11 +14,13 @@ FLOORS = [{"boost_layers"}, {"megatron.boost"}, {"pretrain_gpt", "tools", "bench
 # Floors within boost_layers, lowest first. A new module is placed on one before it can be used;
 # "__init__" is the package itself, which only those outside may import from.
 LAYER_FLOORS = [
-    {"communication", "config", "initialization", "ops", "rules"},
-    {"transformer_features"},
+    {"architecture", "communication", "initialization", "ops", "rules"},
+    {"config", "transformer_features"},
     {"main_grads", "mappings", "place", "validation"},
     {"embedding", "kept", "parameters", "vocabulary"},
     {"latent", "norm"},
+    {"combined", "crossing"},
+    {"layer_latents"},
     {"carry", "recompute"},
     {"projection"},
     {"attention", "mlp"},

@@ -142,7 +142,7 @@ def test_the_latents_gradient_through_down_and_up() -> None:
     y, residual = normal(S, B, IN), normal(S, B, OUT)
     a, b = normal(R, IN), normal(OUT, R)
     with fake_network() as network:
-        u = row_down.down(y, a, TWO_RANKS)
+        u = row_down.down(y, [a], TWO_RANKS)
         (delta,) = column_up.up(Latent(u, LatentKind((R,), "silu")), [b], TWO_RANKS)
         x = delta.add_(residual)
         x.sum().backward()

@@ -50,16 +50,16 @@ def _latents(model: Model, layout: Layout, layer: int) -> Parts:
     btp = model.strategy(layer) == "btp"
     crossed = model.place(layer).crosses
     n, number = layout.tokens, layout.dtype.itemsize
-    all_bytes = n * model.ranks(layer) * number
+    all_bytes = n * model.latent_width(layer) * number
     kept_share = tp if settings.recompute_shard else 1
     parts = {"latents": all_bytes // (kept_share if btp else tp)}
     if crossed:
         norms = {"none": 0, "rmsnorm": 1, "layernorm": 2}[settings.lax_norm]
-        parts["latent norms, grouped"] = norms * model.ranks(layer) * number
+        parts["latent norms, grouped"] = norms * model.latent_width(layer) * number
         if layout.recompute == "full" or layout.opens_stage(model, layer):
             parts["latents of the layer before"] = all_bytes
     if btp:
-        behind_norm = sum(p.rank or 0 for group in model.groups(layer)[::2] for p in group)
+        behind_norm = sum(p.latent_width for group in model.groups(layer)[::2] for p in group)
         if crossed:
             parts["latents before the crossing"] = n * behind_norm * number // kept_share
         # Online statistics arrive in one message with latents that stay part of it.
@@ -156,7 +156,7 @@ def checkpoint_bytes(model: Model, layout: Layout, layer: int) -> int:
         return stream
     if layout.opens_stage(model, layer):
         return stage_message_bytes(model, layout)
-    return stream + (n * model.ranks(layer) * number if model.place(layer).crosses else 0)
+    return stream + (n * model.latent_width(layer) * number if model.place(layer).crosses else 0)
 
 
 def chunk_activation_bytes(model: Model, layout: Layout, layers: tuple[int, ...]) -> int:

@@ -79,7 +79,8 @@ def _names(projections: Sequence[Projection]) -> tuple[str, ...]:
 
 def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
     """An all-reduce of every (grouped) latent, forward with the statistics of the norm before it,
-    and of every latent's gradient; an all-gather of every latent that is kept by shares."""
+    and of the gradient of z, which is made of it; an all-gather of every latent that is kept by
+    shares."""
     settings = model.settings(layer)
     n, number, tp = layout.tokens, layout.dtype.itemsize, layout.tensor_parallel
     # Before the norm is applied a latent may be too large for fp16.
@@ -92,12 +93,13 @@ def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
             yield Message("forward", "all_reduce", n * _FP32_BYTES)
         messages = [group] if settings.grouping else [(projection,) for projection in group]
         for position, message in enumerate(messages):
-            width = sum(projection.rank or 0 for projection in message)
+            width = sum(projection.latent_width for projection in message)
             more = columns if online and position == 0 else 0
             size = online_dtype.itemsize if online else number
             names = _names(message)
             yield Message("forward", "all_reduce", n * (width + more) * size, names)
-            yield Message("backward", "all_reduce", n * width * number, names)
+            z_width = sum(projection.rank or 0 for projection in message)
+            yield Message("backward", "all_reduce", n * z_width * number, names)
             if settings.recompute_shard:
                 share = n * width * number / tp
                 yield Message("recompute", "all_gather", share, names)
@@ -119,8 +121,8 @@ def _vanilla(model: Model, layout: Layout, layer: int) -> Iterator[Message]:
         for run in runs:
             names, size_in = _names(run), per_column * run[0].in_features
             if settings.crossing:
-                ranks = sum(projection.rank or 0 for projection in run)
-                share = per_column * ranks / layout.tensor_parallel
+                width = sum(projection.latent_width for projection in run)
+                share = per_column * width / layout.tensor_parallel
                 yield Message("forward", "all_gather", share, names)
                 yield Message("backward", "all_gather", share, names)
             for projection in run:
@@ -191,7 +193,7 @@ def border_collectives(
                 exchange(layer)
         if model.place(layer).leaves_by_sequence:
             exchange(layer)
-        latents = layout.tokens * model.ranks(layer) * layout.dtype.itemsize / tp
+        latents = layout.tokens * model.latent_width(layer) * layout.dtype.itemsize / tp
         if model.place(layer).crosses and layout.opens_stage(model, layer):
             _add(collectives, "forward", "all_gather", latents)
             if layer in again:

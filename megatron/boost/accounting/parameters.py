@@ -55,7 +55,8 @@ def layer_tensors(model: Model, layer: int) -> Tensors:
             tensors[f"{projection.name}.weight"] = ShardedShape((size_out, size_in), axis)
             continue
         a_axis, b_axis = (1, 0) if strategy == "btp" else (0, 1)
-        tensors[f"{projection.name}.A"] = ShardedShape((rank, size_in), a_axis)
+        for name in projection.downs:
+            tensors[f"{projection.name}.{name}"] = ShardedShape((rank, size_in), a_axis)
         tensors[f"{projection.name}.B"] = ShardedShape((size_out, rank), b_axis)
         if model.place(layer).crosses:
             crossing = crossing_tensors(model, layer, rank)

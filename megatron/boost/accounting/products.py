@@ -96,7 +96,7 @@ def _btp_products(
     """A `[Σr, in/T]`, B `[out/T, r]`."""
     n, tp = layout.tokens, layout.tensor_parallel
     for run in _runs(model, layer, group):
-        width = sum(_rank(projection) for projection in run)
+        width = sum(projection.latent_width for projection in run)
         yield Product(_names(run), "down", n, width, run[0].in_features // tp)
         for shape in _of_one_shape(run):
             out = shape[0].out_features // tp
@@ -109,7 +109,7 @@ def _vanilla_products(
     """A `[Σr/T, in]`, B `[out, r/T]`."""
     n, tp = layout.tokens, layout.tensor_parallel
     for run in _runs(model, layer, group):
-        width = sum(_rank(projection) for projection in run) // tp
+        width = sum(projection.latent_width for projection in run) // tp
         yield Product(_names(run), "down", n, width, run[0].in_features)
         for shape in _of_one_shape(run):
             rank = _rank(shape[0]) // tp

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from boost_layers.architecture import Architecture
 from boost_layers.config import LowRankConfig
 from boost_layers.place import LayerPlace
 from boost_layers.validation import ModelSizes, validate_sizes
@@ -24,7 +25,8 @@ Recompute = Literal["none", "full", "core_attention"]
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's seven projections, before sharding: y `[out]` = W·x `[in]`, or B·φ(A·x)."""
+    """One of a layer's seven projections, before sharding: y `[out]` = W·x `[in]`, or B·z with z
+    made of the latents of its down-projections, φ(A·x)."""
 
     name: str
     """Within the layer, e.g. `self_attention.q_proj`."""
@@ -32,13 +34,20 @@ class Projection:
     out_features: int
     rank: int | None
     """None where the projection is full-rank."""
+    downs: tuple[str, ...] = ()
+    """The names of its down-projections' weights."""
 
     @property
     def weights(self) -> int:
-        """Number of weights: in·out, or r·(in + out)."""
+        """Number of weights: in·out, or with m down-projections r·(m·in + out)."""
         if self.rank is None:
             return self.in_features * self.out_features
-        return self.rank * (self.in_features + self.out_features)
+        return self.rank * (len(self.downs) * self.in_features + self.out_features)
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers of a token's latents side by side, m·r; 0 where the projection is full-rank."""
+        return len(self.downs) * (self.rank or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +113,13 @@ class Model:
         """Where a layer stands among the others."""
         return LayerPlace(self.low_rank, layer, self.num_layers)
 
-    def ranks(self, layer: int) -> int:
-        """Σ r of a layer's projections; 0 where they are full-rank."""
-        return sum(projection.rank or 0 for projection in self.projections(layer))
+    def latent_width(self, layer: int) -> int:
+        """Numbers of a token's latents in a layer; 0 where its projections are full-rank."""
+        return sum(projection.latent_width for projection in self.projections(layer))
 
     def projections(self, layer: int) -> tuple[Projection, ...]:
         """q, k, v, o, gate, up, down of one layer."""
-        return _projections(self, self.settings(layer).low_rank)
+        return _projections(self, self.settings(layer).architecture)
 
     def groups(self, layer: int) -> tuple[tuple[Projection, ...], ...]:
         """The projections that share their input: (q, k, v), (o), (gate, up), (down)."""
@@ -123,7 +132,7 @@ class Model:
 
 
 @lru_cache(maxsize=256)
-def _projections(model: Model, low_rank: bool) -> tuple[Projection, ...]:
+def _projections(model: Model, architecture: Architecture | None) -> tuple[Projection, ...]:
     """A planner asks for them once for every layer of thousands of layouts."""
     d, f = model.hidden_size, model.ffn_hidden_size
     return tuple(
@@ -131,7 +140,8 @@ def _projections(model: Model, low_rank: bool) -> tuple[Projection, ...]:
             f"{block}.{name}",
             size_in,
             size_out,
-            model.low_rank.rank_of(name, d) if low_rank else None,
+            None if architecture is None else model.low_rank.rank_of(name, d),
+            () if architecture is None else architecture.downs,
         )
         for block, name, size_in, size_out in (
             ("self_attention", "q_proj", d, model.query_width),

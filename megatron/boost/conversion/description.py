@@ -67,6 +67,14 @@ class ModelDescription:
     initializer_range: float = 0.02
     """The standard deviation that new weights would have; transformers keeps it."""
 
+    def __post_init__(self) -> None:
+        architecture = self.low_rank.architecture
+        if architecture is not None and architecture.combine is not None:
+            raise ValueError(
+                f"--low-rank-arch {architecture.name}: is no model of another format; "
+                "nearest legal value: cola, svd or lax"
+            )
+
     def rank_of(self, projection: str) -> int:
         """The rank of a low-rank projection (`q_proj` …), the same in every low-rank layer."""
         return self.low_rank.rank_of(projection, self.hidden_size)

@@ -42,10 +42,8 @@ def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Sweep]:
     shard = n * model.hidden_size / tp * number
     # x += Δ with Σx²: x and Δ read, x written. Backward dx = dresidual + c∘x.
     yield Sweep("residual and statistics", 2 * 3 * shard, 2 * 3 * shard, 2, 2)
-    latents = n * model.ranks(layer) * number
-    # H read, z written. Backward dz and H read, dH written, and z once more for dB.
-    yield Sweep("latents", 2 * latents, (3 + 2) * latents, 4, 8, again=True)
-    yield from _crossing(model, layout, layer, latents)
+    yield _latents(model, layer, n * number)
+    yield from _crossing(model, layout, layer)
     opening = (*model.groups(layer)[0], *model.groups(layer)[2])
     folded = sum(p.rank or 0 for p in opening) * model.hidden_size / tp * number
     # γ∘A, and backward M∘γ and Σ_r M∘A.
@@ -63,9 +61,8 @@ def _with_norms(model: Model, layout: Layout, layer: int) -> Iterator[Sweep]:
     # Backward: dy and x read, the residual's gradient read and written.
     yield Sweep("norm", 2 * 2 * stream, 2 * 4 * stream, 2, 2)
     if vanilla:
-        latents = n * model.ranks(layer) / tp * number
-        yield Sweep("latents", 2 * latents, (3 + 2) * latents, 4, 8)
-        yield from _crossing(model, layout, layer, n * model.ranks(layer) * number)
+        yield _latents(model, layer, n * number / tp)
+        yield from _crossing(model, layout, layer)
     replicated = vanilla and settings.vanilla_attention == "replicated"
     if vanilla and not replicated and tp > 1:
         heads = (2 * model.query_width + 2 * model.key_width) * n * number
@@ -74,11 +71,19 @@ def _with_norms(model: Model, layout: Layout, layer: int) -> Iterator[Sweep]:
     yield from _between(model, layout, layer, 1 if replicated else tp, 1 if vanilla else tp)
 
 
-def _crossing(model: Model, layout: Layout, layer: int, latents: float) -> Iterator[Sweep]:
+def _latents(model: Model, layer: int, bytes_of_one: float) -> Sweep:
+    """H read, z written. Backward dz and H read, dH written, and z once more for dB."""
+    wide = model.latent_width(layer) * bytes_of_one
+    z = sum(p.rank or 0 for p in model.projections(layer)) * bytes_of_one
+    return Sweep("latents", wide + z, (z + 2 * wide) + (wide + z), 4, 8, again=True)
+
+
+def _crossing(model: Model, layout: Layout, layer: int) -> Iterator[Sweep]:
     """LaX: the gate's reads and writes, the sum and the norm over r."""
     if not model.place(layer).crosses:
         return
     settings = model.settings(layer)
+    latents = layout.tokens * model.latent_width(layer) * layout.dtype.itemsize
     gated = layer_gate_flops_per_token(model, layer) > 0
     # z₋₁ read and G(z₋₁) written by the gate (twice for a tensor gate's two products); H, G read
     # and w written; w read and v written by the norm.

@@ -196,7 +196,7 @@ def _sweeps(model: Model, layout: Layout, layer: int) -> tuple[Sweep, ...]:
     d = model.hidden_size / (tp if strategy == "btp" else 1)
     heads = 2 * model.query_width / (1 if strategy == "vanilla" else tp)
     ffn = model.ffn_hidden_size / (1 if strategy == "vanilla" else tp)
-    latents = model.ranks(layer) / (1 if strategy == "btp" else tp)
+    latents = model.latent_width(layer) / (1 if strategy == "btp" else tp)
     swiglu = settings.mlp_kind == "swiglu" or strategy == "dense"
     found = [
         _eager("norm", 2 * n * d * _NORM, 2),

@@ -41,7 +41,7 @@ def test_csrc_is_built_for_the_gpu() -> None:
 
 @FLOATS
 @pytest.mark.parametrize("k", [1, 17, 130])
-@pytest.mark.parametrize("ranks", [(1,), (33,), (17, 1, 5)], ids=str)
+@pytest.mark.parametrize("ranks", [(1,), (33,), (17, 1, 5), (17, 1, 5, 2, 9, 3, 4)], ids=str)
 def test_fold_gamma(served: Served, ranks: tuple[int, ...], k: int, dtype: torch.dtype) -> None:
     gamma = 1 + served.normal(k, dtype=dtype)
     weights = [served.normal(r, k, dtype=dtype, seed=r) for r in ranks]
@@ -63,8 +63,11 @@ def test_fold_gamma(served: Served, ranks: tuple[int, ...], k: int, dtype: torch
 
 
 @FLOATS
-def test_fold_gamma_adds_to_main_gradients(served: Served, dtype: torch.dtype) -> None:
-    gamma, ranks = 1 + served.normal(33, dtype=dtype), (17, 1, 5)
+@pytest.mark.parametrize("ranks", [(17, 1, 5), (17, 1, 5, 2, 9, 3, 4)], ids=str)
+def test_fold_gamma_adds_to_main_gradients(
+    served: Served, ranks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    gamma = 1 + served.normal(33, dtype=dtype)
     weights = [served.normal(r, 33, dtype=dtype, seed=r) for r in ranks]
     for m_dtype in {dtype, wide(dtype)}:
         m = served.normal(sum(ranks), 33, dtype=m_dtype, seed=3)
