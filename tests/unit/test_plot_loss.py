@@ -17,6 +17,7 @@ from megatron.boost.plotting.figure import smoothed
 from megatron.boost.plotting.loss_plot import LossPlot
 from megatron.boost.plotting.sources import read_runs
 from tests.support.event_files import Entry, scalars, write_event_file
+from tests.support.event_files import text as text_entry
 from tests.support.tools import load_tool
 from tests.support.training_output import iteration_line, validation_line
 
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.txt").write_text(log_text(start))
     entries = scalars([(step, loss_at(step, 7.0)) for step in STEPS])
-    entries += [Entry("seq_length", 0, "32"), Entry("lm loss validation", 200, 3.25)]
+    entries += [text_entry("seq_length", "32"), Entry("lm loss validation", 200, 3.25)]
     write_event_file(tmp_path / "board" / "events.out.tfevents.1000.host", entries)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -247,7 +248,7 @@ def test_what_cannot_be_drawn_is_refused(folder: Path, argv: list[str], message:
     Path("words.log").write_text("no line of Megatron's\n")
     Path("none").mkdir()
     entries = [entry for entry in scalars([(1, 5.0)]) if "samples" not in entry.tag]
-    entries.append(Entry("seq_length", 0, "32"))
+    entries.append(text_entry("seq_length", "32"))
     write_event_file(Path("nosamples") / "events.out.tfevents.1.h", entries)
     with pytest.raises(ValueError, match=message):
         plot_loss(*argv, "--output", "loss.png")
