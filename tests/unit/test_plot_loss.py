@@ -222,6 +222,16 @@ def test_what_is_left_out_is_said(folder: Path, capsys: pytest.CaptureFixture[st
     assert "note: run: incomplete entries left out: 1\n" in said
 
 
+def test_means_over_unlike_numbers_of_steps_are_said(folder: Path) -> None:
+    Path("often.log").write_text(
+        "".join(iteration_line(step, 200, loss_at(step), 100.0) for step in range(1, 201))
+    )
+    notes = LossPlot(runs=read_runs(["often.log", "board"]), window=5).notes()
+    assert notes == ["the mean of 5 spans unlike numbers of steps: 5 (often), 50 (board)"]
+    assert not LossPlot(runs=read_runs(["often.log", "board"])).notes()
+    assert not LossPlot(runs=read_runs(["btp/log.txt", "board"]), window=5).notes()
+
+
 def test_without_a_file_to_write_a_picture_is_made(folder: Path) -> None:
     plot_loss("btp/log.txt", "--json", "numbers.json")
     assert not Path("loss.png").exists()
