@@ -128,7 +128,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     said += _said_of_load(arguments)
     low_rank = low_rank_config(arguments)
     refuse_idle_flags(argv, low_rank)
-    said += check_writers(arguments, low_rank)
+    check_writers(arguments, low_rank)
     if low_rank.arch == "none":
         return [*argv, *added], said
     dropout = []

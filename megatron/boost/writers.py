@@ -34,8 +34,8 @@ def writes_scalars() -> bool:
     return get_tensorboard_writer() is not None or get_wandb_writer() is not None
 
 
-def check_writers(arguments: Namespace, low_rank: LowRankConfig) -> list[str]:
-    """What is to be said of the run's writers.
+def check_writers(arguments: Namespace, low_rank: LowRankConfig) -> None:
+    """Refuse writers, and what they are to be given, that cannot be.
 
     Args:
         arguments: Megatron's and ours, before Megatron's validation.
@@ -48,29 +48,18 @@ def check_writers(arguments: Namespace, low_rank: LowRankConfig) -> list[str]:
     project = getattr(arguments, "wandb_project", "")
     if project:
         _check_wandb(arguments)
-    folder = arguments.tensorboard_dir
-    lacks_tensorboard = bool(folder) and not _installed("tensorboard")
-    lacking = (
-        "needs the package tensorboard, which is not installed "
-        "(pip install 'boost-lowrank[tensorboard]')"
-    )
     interval = arguments.low_rank_log_latents_interval
-    if interval:
-        shown = f"{LATENTS_FLAG} {interval}"
-        if not low_rank.low_rank:
-            raise ValueError(
-                f"{shown}: --low-rank-arch {low_rank.arch} has no latents; nearest legal value: 0"
-            )
-        if not folder and not project:
-            raise ValueError(
-                f"{shown}: needs --tensorboard-dir or --wandb-project to log to; nearest legal "
-                "value: 0"
-            )
-        if lacks_tensorboard and not project:
-            raise ValueError(f"--tensorboard-dir {folder}: {lacking}")
-    if lacks_tensorboard:
-        return [f"--tensorboard-dir {folder}: nothing is written there; it {lacking}"]
-    return []
+    if not interval:
+        return
+    shown = f"{LATENTS_FLAG} {interval}"
+    if not low_rank.low_rank:
+        raise ValueError(
+            f"{shown}: --low-rank-arch {low_rank.arch} has no latents; nearest legal value: 0"
+        )
+    if not arguments.tensorboard_dir and not project:
+        raise ValueError(
+            f"{shown}: needs --tensorboard-dir or --wandb-project to log to; nearest legal value: 0"
+        )
 
 
 def _check_wandb(arguments: Namespace) -> None:

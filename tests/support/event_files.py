@@ -1,55 +1,29 @@
-"""TensorBoard's event files, written by the protobuf library from the schema of the three messages
-(`event.proto`, `summary.proto`, `tensor.proto` of TensorFlow; the fields that are written here)."""
+"""TensorBoard's event files, written with TensorBoard's own package."""
 
 from __future__ import annotations
 
-import struct
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-from megatron.boost.plotting.event_file import masked_crc32c
-
-_FLOAT, _DOUBLE, _STRING = 1, 2, 7
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_MESSAGES: dict[str, dict[str, tuple[int, int, str | None]]] = {
-    "Event": {
-        "wall_time": (1, _FIELD.TYPE_DOUBLE, None),
-        "step": (2, _FIELD.TYPE_INT64, None),
-        "file_version": (3, _FIELD.TYPE_STRING, None),
-        "summary": (5, _FIELD.TYPE_MESSAGE, "Summary"),
-    },
-    "Summary": {"value": (1, _FIELD.TYPE_MESSAGE, "Value")},
-    "Value": {
-        "tag": (1, _FIELD.TYPE_STRING, None),
-        "simple_value": (2, _FIELD.TYPE_FLOAT, None),
-        "tensor": (8, _FIELD.TYPE_MESSAGE, "TensorProto"),
-    },
-    "TensorProto": {
-        "dtype": (1, _FIELD.TYPE_INT32, None),
-        "tensor_content": (4, _FIELD.TYPE_BYTES, None),
-        "float_val": (5, _FIELD.TYPE_FLOAT, None),
-        "double_val": (6, _FIELD.TYPE_DOUBLE, None),
-        "string_val": (8, _FIELD.TYPE_BYTES, None),
-    },
-}
-_REPEATED = ("value", "float_val", "double_val", "string_val")
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One event: a number or a text under a tag."""
+    """One event: a number, a text or an array under a tag."""
 
     tag: str
     step: int
-    value: float | str
+    value: Any
+    """A float is stored plainly; a text, or an array of numpy, as a tensor."""
     wall_time: float = 0.0
-    style: str = "simple"
-    """How a number is stored: "simple", or as a tensor, "float", "double" or "content"."""
 
 
 def scalars(
@@ -65,61 +39,32 @@ def scalars(
     return entries
 
 
+def text(tag: str, words: str) -> Entry:
+    """A text as `SummaryWriter.add_text` stores it."""
+    return Entry(f"{tag}/text_summary", 0, np.array([words.encode()], dtype=object))
+
+
 def write_event_file(path: Path, entries: Iterable[Entry], begin: float = 1000.0) -> bytes:
     """Write `entries` after the record that opens a file; returns the file's bytes."""
-    first = _message("Event")(wall_time=begin, file_version="brain.Event:2")
-    data = b"".join(_record(event.SerializeToString()) for event in [first, *map(_event, entries)])
+    first = Event(wall_time=begin, file_version="brain.Event:2")
+    events = [first, *map(_event, entries)]
+    return write_records(path, [event.SerializeToString() for event in events])
+
+
+def write_records(path: Path, records: Iterable[bytes]) -> bytes:
+    """Write records of any content; returns the file's bytes."""
+    file = io.BytesIO()
+    writer = RecordWriter(file)
+    for record in records:
+        writer.write(record)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return data
+    path.write_bytes(file.getvalue())
+    return file.getvalue()
 
 
-def _record(data: bytes) -> bytes:
-    length = struct.pack("<Q", len(data))
-    crcs = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
-    return length + next(crcs) + data + next(crcs)
-
-
-def _event(entry: Entry) -> Any:
-    value = _message("Value")(tag=entry.tag)
-    if isinstance(entry.value, str):
-        value.tag += "/text_summary"
-        value.tensor.dtype = _STRING
-        value.tensor.string_val.append(entry.value.encode())
-    elif entry.style == "simple":
-        value.simple_value = entry.value
-    elif entry.style == "content":
-        value.tensor.dtype, value.tensor.tensor_content = _FLOAT, struct.pack("<f", entry.value)
+def _event(entry: Entry) -> Event:
+    if isinstance(entry.value, float):
+        value = Summary.Value(tag=entry.tag, simple_value=entry.value)
     else:
-        value.tensor.dtype = {"float": _FLOAT, "double": _DOUBLE}[entry.style]
-        getattr(value.tensor, f"{entry.style}_val").append(entry.value)
-    summary = _message("Summary")(value=[value])
-    return _message("Event")(wall_time=entry.wall_time, step=entry.step, summary=summary)
-
-
-@cache
-def _pool() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto3", package="events")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, (number, kind, of) in fields.items():
-            message.field.add(
-                name=field,
-                number=number,
-                type=kind,
-                type_name=f".events.{of}" if of else None,
-                label=_FIELD.LABEL_REPEATED if field in _REPEATED else _FIELD.LABEL_OPTIONAL,
-            )
-    # A number of 0 is stored too, as members of a oneof are.
-    value = next(message for message in file.message_type if message.name == "Value")
-    value.oneof_decl.add(name="value")
-    for member in value.field:
-        if member.name in ("simple_value", "tensor"):
-            member.oneof_index = 0
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"events.{name}"))
+        value = Summary.Value(tag=entry.tag, tensor=make_tensor_proto(entry.value))
+    return Event(wall_time=entry.wall_time, step=entry.step, summary=Summary(value=[value]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -65,9 +64,6 @@ def test_two_trainings_become_a_picture_a_page_and_numbers(tmp_path: Path) -> No
 
 
 @pytest.mark.program
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="the extra `tensorboard` brings it"
-)
 def test_a_training_is_drawn_from_tensorboards_folder(tmp_path: Path) -> None:
     run(BOARD, tmp_path)
     assert "board: step 20, " in (tmp_path / "loss.html").read_text()

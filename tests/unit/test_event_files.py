@@ -2,73 +2,66 @@
 
 from __future__ import annotations
 
-import struct
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
 
-from megatron.boost.plotting.event_file import (
-    CutOff,
-    is_event_file,
-    masked_crc32c,
-    read_values,
-)
+from megatron.boost.plotting.event_file import CutOff, is_event_file, read_values
 from megatron.boost.plotting.event_run import read_events
-from tests.support.event_files import Entry, scalars, write_event_file
+from tests.support.event_files import Entry, scalars, text, write_event_file, write_records
 
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "events.out.tfevents.1000.host"
 LOSSES = [(step, 8.0 - step / 4) for step in range(1, 9)]
 
 
-@pytest.mark.parametrize(
-    ("data", "crc"),
-    # RFC 3720, B.4.
-    [
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(range(31, -1, -1)), 0x113FDB5C),
-    ],
-)
-def test_the_crc_is_the_one_of_the_standard(data: bytes, crc: int) -> None:
-    turned = (masked_crc32c(data) - 0xA282EAD8) & 0xFFFFFFFF
-    assert ((turned << 15) | (turned >> 17)) & 0xFFFFFFFF == crc
-
-
-def test_an_event_file_is_told_by_its_first_bytes(tmp_path: Path) -> None:
-    # Of any file that TensorBoard writes: 24 bytes, `brain.Event:2` among them.
-    (tmp_path / "real").write_bytes(bytes.fromhex("1800000000000000a37f4b22"))
-    (tmp_path / "log").write_text(" [2025-11-30 07:30:00.123456] iteration        1/")
-    (tmp_path / "short").write_bytes(b"\x18")
-    written = write_event_file(tmp_path / NAME, [])
-    assert written[:12] == (tmp_path / "real").read_bytes()
-    assert [is_event_file(tmp_path / name) for name in ("real", NAME, "log", "short")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+def test_event_files_are_told_by_their_names() -> None:
+    names = (NAME, f"{NAME}.v2", "run.log", "events.out")
+    assert [is_event_file(Path("runs") / name) for name in names] == [True, True, False, False]
 
 
 def test_numbers_and_texts_are_read_however_they_are_stored(tmp_path: Path) -> None:
     entries = [
         Entry("a", 3, 0.0, 1.5),
-        Entry("b", 300, -2.5, 2.5, "float"),
-        Entry("c", 1 << 40, 1e300, 3.5, "double"),
-        Entry("d", 0, 0.75, 4.5, "content"),
-        Entry("seq_length", 7, "256", 5.5),
-        Entry("é", 8, float("nan"), 6.5),
+        Entry("b", 300, np.float32(-2.5), 2.5),
+        Entry("c", 1 << 40, np.array(1e300), 3.5),
+        Entry("d", 0, np.array([0.75]), 4.5),
+        Entry("é", 8, float("nan"), 5.5),
+        text("seq_length", "256"),
+        Entry("histogram", 9, np.ones((2, 3)), 6.5),
+        Entry("empty", 9, np.ones(0), 6.5),
     ]
     write_event_file(tmp_path / NAME, entries)
 
     values = list(read_values(tmp_path / NAME))
 
-    assert [value.tag for value in values] == ["a", "b", "c", "d", "seq_length/text_summary", "é"]
+    assert [value.tag for value in values] == [entry.tag for entry in entries]
     assert [value.step for value in values] == [entry.step for entry in entries]
     assert [value.wall_time for value in values] == [entry.wall_time for entry in entries]
     assert [value.number for value in values[:4]] == [0.0, -2.5, 1e300, 0.75]
-    assert (values[4].number, values[4].text) == (None, "256")
-    assert values[5].number != values[5].number
+    assert values[4].number != values[4].number
+    assert [value.number for value in values[5:]] == [None] * 3
+    assert [value.text for value in values] == [None] * 5 + ["256", None, None]
+
+
+def test_what_torch_writes_is_read(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("lm loss", torch.tensor(2.5), 7)
+        writer.add_text("seq_length", "256")
+        writer.add_histogram("weights", torch.arange(8.0), 7)
+        writer.add_hparams({"lr": 0.1}, {"hparam/loss": 1.0}, run_name=".")
+    files = sorted(tmp_path.iterdir())
+    values = {value.tag: value for file in files for value in read_values(file)}
+    assert (values["lm loss"].number, values["lm loss"].step) == (2.5, 7)
+    assert values["seq_length/text_summary"].text == "256"
+    assert values["weights"].number is None
+    assert values["_hparams_/experiment"].number is None
 
 
 @pytest.mark.parametrize("missing", [1, 4, 15, 40])
@@ -87,18 +80,48 @@ def test_what_stands_before_a_cut_off_record_is_read(tmp_path: Path, missing: in
     assert run.incomplete == 1
 
 
-def test_a_damaged_length_ends_the_file(tmp_path: Path) -> None:
-    whole = bytearray(write_event_file(tmp_path / NAME, scalars(LOSSES)))
-    (length,) = struct.unpack_from("<Q", whole)
-    whole[12 + length + 4] ^= 1
-    (tmp_path / NAME).write_bytes(whole)
+@pytest.mark.parametrize("at", [2, 9, 20, -2], ids=["length", "its CRC", "data", "their CRC"])
+def test_a_damaged_record_ends_the_file(tmp_path: Path, at: int) -> None:
+    entries = scalars(LOSSES)
+    before = write_event_file(tmp_path / NAME, entries[:-3])
+    through = write_event_file(tmp_path / NAME, entries[:-2])
+    damaged = bytearray(write_event_file(tmp_path / NAME, entries))
+    damaged[(len(through) if at < 0 else len(before)) + at] ^= 1
+    (tmp_path / NAME).write_bytes(damaged)
+
+    run = read_events([tmp_path / NAME], "run")
+
+    assert [(point.step, point.loss) for point in run.points] == LOSSES[:-1]
+    assert run.incomplete == 1
+
+
+def test_records_of_something_else_are_no_events(tmp_path: Path) -> None:
+    write_records(tmp_path / NAME, [b"\xff\xff"])
     with pytest.raises(CutOff):
         list(read_values(tmp_path / NAME))
 
 
+def test_reading_needs_no_tensorflow_and_says_nothing(tmp_path: Path) -> None:
+    """Where TensorFlow is installed, it stays out too; here a package of its name, which fails."""
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was started')\n")
+    write_event_file(tmp_path / NAME, [*scalars(LOSSES), text("seq_length", "32")])
+    program = (
+        "import sys; from pathlib import Path; from megatron.boost.plotting import event_file\n"
+        "assert 'tensorboard' not in sys.modules\n"
+        f"print(len(list(event_file.read_values(Path({str(tmp_path / NAME)!r})))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{3 * len(LOSSES) + 1}\n", "")
+
+
 def test_a_run_is_what_megatron_writes(tmp_path: Path) -> None:
     entries = scalars(LOSSES)
-    entries.insert(0, Entry("seq_length", 0, "32"))
+    entries.insert(0, text("seq_length", "32"))
     entries.append(Entry("lm loss validation", 8, 5.5, 1050.0))
     entries.append(Entry("lm loss validation vs samples", 32, 5.5, 1050.0))
     # Of the test set, after it and under the same name.

@@ -17,6 +17,7 @@ from megatron.boost.plotting.figure import smoothed
 from megatron.boost.plotting.loss_plot import LossPlot
 from megatron.boost.plotting.sources import read_runs
 from tests.support.event_files import Entry, scalars, write_event_file
+from tests.support.event_files import text as text_entry
 from tests.support.tools import load_tool
 from tests.support.training_output import iteration_line, validation_line
 
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.txt").write_text(log_text(start))
     entries = scalars([(step, loss_at(step, 7.0)) for step in STEPS])
-    entries += [Entry("seq_length", 0, "32"), Entry("lm loss validation", 200, 3.25)]
+    entries += [text_entry("seq_length", "32"), Entry("lm loss validation", 200, 3.25)]
     write_event_file(tmp_path / "board" / "events.out.tfevents.1000.host", entries)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -221,6 +222,16 @@ def test_what_is_left_out_is_said(folder: Path, capsys: pytest.CaptureFixture[st
     assert "note: run: incomplete entries left out: 1\n" in said
 
 
+def test_means_over_unlike_numbers_of_steps_are_said(folder: Path) -> None:
+    Path("often.log").write_text(
+        "".join(iteration_line(step, 200, loss_at(step), 100.0) for step in range(1, 201))
+    )
+    notes = LossPlot(runs=read_runs(["often.log", "board"]), window=5).notes()
+    assert notes == ["the mean of 5 spans unlike numbers of steps: 5 (often), 50 (board)"]
+    assert not LossPlot(runs=read_runs(["often.log", "board"])).notes()
+    assert not LossPlot(runs=read_runs(["btp/log.txt", "board"]), window=5).notes()
+
+
 def test_without_a_file_to_write_a_picture_is_made(folder: Path) -> None:
     plot_loss("btp/log.txt", "--json", "numbers.json")
     assert not Path("loss.png").exists()
@@ -247,7 +258,7 @@ def test_what_cannot_be_drawn_is_refused(folder: Path, argv: list[str], message:
     Path("words.log").write_text("no line of Megatron's\n")
     Path("none").mkdir()
     entries = [entry for entry in scalars([(1, 5.0)]) if "samples" not in entry.tag]
-    entries.append(Entry("seq_length", 0, "32"))
+    entries.append(text_entry("seq_length", "32"))
     write_event_file(Path("nosamples") / "events.out.tfevents.1.h", entries)
     with pytest.raises(ValueError, match=message):
         plot_loss(*argv, "--output", "loss.png")

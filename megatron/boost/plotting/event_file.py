@@ -1,27 +1,19 @@
-"""TensorBoard's event files: records of scalars and texts.
+"""TensorBoard's event files: records of scalars and texts, read with TensorBoard's own package.
 
-A record is its length (8 bytes, little-endian), that length's masked CRC-32C, the data and the
-data's CRC (TensorFlow, `core/lib/io/record_writer.h`). The data is a protocol buffer `Event`
-(`core/util/event.proto`, `core/framework/summary.proto`, `tensor.proto`); of it are read the wall
-time, the step, and each value's tag with its number or its text. The package `tensorboard`, which
-could read them too, is not needed where a curve is only drawn.
+Its reader that needs no TensorFlow is taken by name: `EventFileLoader` would start TensorFlow where
+that is installed, and ends alike at the end of a file and at a record that is damaged.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-_HEADER = struct.Struct("<QI")
-_CRC_BYTES = 4
-_VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
-_SCALAR_FORMATS = {1: "<f", 2: "<d"}
-"""`DT_FLOAT` and `DT_DOUBLE`."""
-_NUMBERS_OF = {1: 5, 2: 6}
-"""The fields of a tensor that hold its numbers, by its type."""
-_STRING = 7
+EVENT_FILES = "*tfevents*"
+"""The names of event files, by which TensorBoard knows them too."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +30,12 @@ class Value:
 
 
 class CutOff(Exception):
-    """A file ends, or stops making sense, within a record."""
+    """A file ends within a record, as while it is written, or has a damaged one."""
 
 
 def is_event_file(path: Path) -> bool:
-    """Whether the file begins as an event file does."""
-    with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-    return len(header) == _HEADER.size and _valid(header)
+    """Whether the file is called as event files are."""
+    return fnmatch(path.name, EVENT_FILES)
 
 
 def read_values(path: Path) -> Iterator[Value]:
@@ -54,119 +44,42 @@ def read_values(path: Path) -> Iterator[Value]:
     Raises:
         CutOff: after the last whole record, where more follows that is none.
     """
-    with path.open("rb") as file:
-        while header := file.read(_HEADER.size):
-            if len(header) < _HEADER.size or not _valid(header):
-                raise CutOff(path)
-            (length, _) = _HEADER.unpack(header)
-            data = file.read(length)
-            if len(data) < length or len(file.read(_CRC_BYTES)) < _CRC_BYTES:
-                raise CutOff(path)
-            try:
-                values = list(_values(data))
-            except struct.error:
-                raise CutOff(path) from None
-            yield from values
+    # Takes half a second, which runs whose logs alone are read need not wait for.
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-
-def _valid(header: bytes) -> bool:
-    length, crc = _HEADER.unpack(header)
-    return masked_crc32c(header[:8]) == crc
-
-
-def masked_crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720), turned by 15 bits and moved by a constant, as TensorFlow
-    stores it."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_TABLE = _crc_table()
-
-
-def _values(event: bytes) -> Iterator[Value]:
-    wall_time, step, summary = 0.0, 0, b""
-    for number, content in _fields(event):
-        if number == 1 and isinstance(content, bytes):
-            (wall_time,) = struct.unpack("<d", content)
-        elif number == 2 and isinstance(content, int):
-            step = content
-        elif number == 5 and isinstance(content, bytes):
-            summary = content
-    for number, content in _fields(summary):
-        if number == 1 and isinstance(content, bytes):
-            yield _value(content, step, wall_time)
-
-
-def _value(content: bytes, step: int, wall_time: float) -> Value:
-    tag, scalar, text = "", None, None
-    for number, part in _fields(content):
-        if not isinstance(part, bytes):
-            continue
-        if number == 1:
-            tag = part.decode("utf-8", "replace")
-        elif number == 2:
-            (scalar,) = struct.unpack("<f", part)
-        elif number == 8:
-            scalar, text = _tensor(part)
-    return Value(tag, step, wall_time, scalar, text)
-
-
-def _tensor(content: bytes) -> tuple[float | None, str | None]:
-    """The first number or the first text of a tensor."""
-    fields = list(_fields(content))
-    kind = next((part for number, part in fields if number == 1), 0)
-    for number, part in fields:
-        if not isinstance(part, bytes):
-            continue
-        if kind == _STRING and number == 8:
-            return None, part.decode("utf-8", "replace")
-        if isinstance(kind, int) and kind in _SCALAR_FORMATS:
-            form = _SCALAR_FORMATS[kind]
-            if number in (4, _NUMBERS_OF[kind]) and len(part) >= struct.calcsize(form):
-                return struct.unpack_from(form, part)[0], None
-    return None, None
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protocol buffer by number: an integer, or the bytes of anything else."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            content, at = _varint(message, at)
-            yield number, content
-            continue
-        if kind == _BYTES:
-            size, at = _varint(message, at)
-        elif kind in (_FIXED_64, _FIXED_32):
-            size = 8 if kind == _FIXED_64 else 4
-        else:
+    reader = PyRecordReader_New(str(path))
+    while True:
+        try:
+            reader.GetNext()
+            event = Event.FromString(reader.record())
+        except OutOfRangeError:
             return
-        yield number, message[at : at + size]
-        at += size
+        except (DataLossError, DecodeError):
+            raise CutOff(path) from None
+        for value in event.summary.value:
+            number, text = _content(value)
+            yield Value(value.tag, event.step, event.wall_time, number, text)
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(message):
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            break
-    return value, at
+def _content(value: Any) -> tuple[float | None, str | None]:
+    """The number or the text of a `Summary.Value`, stored plainly or as a tensor."""
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if value.HasField("simple_value"):
+        return value.simple_value, None
+    if not value.HasField("tensor"):
+        return None, None
+    try:
+        array = make_ndarray(value.tensor)
+    except (TypeError, ValueError):
+        # Some plugins store tensors without a type, for what they say of them.
+        return None, None
+    if array.size != 1:
+        return None, None
+    item = array.item()
+    if isinstance(item, bytes):
+        return None, item.decode("utf-8", "replace")
+    return (float(item), None) if isinstance(item, int | float) else (None, None)

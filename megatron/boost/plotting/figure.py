@@ -78,7 +78,7 @@ def svg(figure: Figure) -> str:
             format="svg",
             transparent=True,
             dpi=150,
-            metadata={"Creator": None, "Date": None},
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
         )
     element = text.getvalue()[text.getvalue().index("<svg") :]
     return element.replace(_INK, "currentColor")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from statistics import median
 from typing import Literal
 
 Unit = Literal["steps", "tokens", "time"]
@@ -65,6 +66,13 @@ class Run:
     def losses(self) -> list[float]:
         """The training losses, point by point."""
         return [point.loss for point in self.points]
+
+    @property
+    def log_interval(self) -> int | None:
+        """The usual number of steps from one training loss to the next; None where there is but
+        one loss."""
+        steps = [later.step - point.step for point, later in pairwise(self.points)]
+        return round(median(steps)) if steps else None
 
     @property
     def nan_points(self) -> int:

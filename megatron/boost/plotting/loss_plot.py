@@ -80,13 +80,14 @@ class LossPlot:
         curves = svg(figure)
         values = "".join(self._pointed_at(figure))
         curves = curves.replace("</svg>", f'<g class="values">{values}</g></svg>')
-        mean = f" (the mean of {self.window} logged ones)" if self.window > 1 else ""
+        mean = f" (the mean of the last {self.window} logged)" if self.window > 1 else ""
         parts = [
             "<h1>Loss</h1>",
             curves,
             f'<p class="note">Lines: training losses{mean}. Circles: validation losses. Point at '
-            "them for their values.</p>",
-            table(_HEAD, self.rows()),
+            "them for their values. Time: of a log, its iterations'; of event files, the clock's, "
+            "evaluations and checkpoints included.</p>",
+            table(self.head(), self.rows()),
             *(f'<p class="note">{escape(note)}</p>' for note in self.notes()),
         ]
         return page("Loss", parts)
@@ -94,11 +95,16 @@ class LossPlot:
     def terminal_table(self) -> Table:
         """The same table for a terminal."""
         shown = Table()
-        for column in _HEAD:
-            shown.add_column(column, justify="left" if column == _HEAD[0] else "right")
+        for number, column in enumerate(self.head()):
+            shown.add_column(column, justify="right" if number else "left")
         for row in self.rows():
             shown.add_row(*(escape_markup(cell) for cell in row))
         return shown
+
+    def head(self) -> list[str]:
+        """The names of the table's columns."""
+        mean = f",\nmean of {self.window}" if self.window > 1 else ""
+        return ["run", "steps", f"training loss{mean}", "lowest", "validation loss", "time"]
 
     def rows(self) -> list[list[str]]:
         """The table's cells, a row a run."""
@@ -118,8 +124,14 @@ class LossPlot:
         return rows
 
     def notes(self) -> list[str]:
-        """What is to be said of single runs."""
+        """What is to be said of single runs, and of how they compare."""
         notes = []
+        intervals = {run.label: interval for run in self.runs if (interval := run.log_interval)}
+        if self.window > 1 and len(set(intervals.values())) > 1:
+            spans = (f"{self.window * steps:,} ({label})" for label, steps in intervals.items())
+            notes.append(
+                f"the mean of {self.window} spans unlike numbers of steps: {', '.join(spans)}"
+            )
         for run in self.runs:
             if run.nan_points:
                 steps = [str(point.step) for point in run.points if math.isnan(point.loss)]
@@ -185,9 +197,6 @@ class LossPlot:
                     if math.isfinite(loss):
                         words = f"{_validation_label(run, name)}: step {step:,}, {loss:.4f}"
                         yield _circle(figure, run.x_of_step(x, step), loss, color, words)
-
-
-_HEAD = ("run", "steps", "training loss", "lowest", "validation loss", "time")
 
 
 def _circle(figure: Figure, x: float, y: float, color: str, words: str) -> str:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.boost.plotting.event_file import is_event_file
+from megatron.boost.plotting.event_file import EVENT_FILES, is_event_file
 from megatron.boost.plotting.event_run import read_events
 from megatron.boost.plotting.history import Run
 from megatron.boost.plotting.log_file import read_log
-
-_EVENT_FILES = "*tfevents*"
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,14 @@ def _named(source: str) -> tuple[str | None, Path]:
 def _folders(path: Path) -> list[tuple[Path, list[Path]]]:
     """The folders with event files, `path` and those below it, with the files."""
     by_folder: dict[Path, list[Path]] = {}
-    for file in sorted(path.rglob(_EVENT_FILES)):
+    for file in sorted(path.rglob(EVENT_FILES)):
         if file.is_file():
             by_folder.setdefault(file.parent, []).append(file)
     if not by_folder:
         logs = sorted(path.rglob("*.log")) + sorted(path.rglob("*.txt"))
         nearest = f"; nearest legal value: {logs[0]}" if logs else ""
         raise ValueError(
-            f"{path}: is a folder without TensorBoard's event files ({_EVENT_FILES}){nearest}"
+            f"{path}: is a folder without TensorBoard's event files ({EVENT_FILES}){nearest}"
         )
     return sorted(by_folder.items())
 
