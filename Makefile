@@ -47,6 +47,7 @@ bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/memory.py
 	@$(python) benchmarks/kernels.py
 	@$(python) benchmarks/attention.py
+	@$(python) benchmarks/latents.py
 	@$(python) benchmarks/preprocess.py
 	@$(python) benchmarks/convert.py
 

@@ -137,6 +137,8 @@ class Latent:
     """`[Σ r_i]`; None unless the norm is a layernorm."""
     kept: KeptTokens | None = None
     """Where consumers find `value` in backward, if they shall not keep it themselves."""
+    sharded: bool = False
+    """Whether `value` holds this rank's share of each member, `[s, b, Σ r_i/T]`."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

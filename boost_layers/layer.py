@@ -7,7 +7,7 @@ one all-reduce of a latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
     from boost_layers.config import LowRankConfig
     from boost_layers.latent import Latent
+
+
+LatentObserver = Callable[["LowRankLayer", Sequence["Latent"]], None]
+"""Takes a layer and the latents of one pass through it, in the order in which they arose."""
 
 
 @dataclass
@@ -77,6 +81,8 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
         self.low_rank = place.here
         self.activation_amount = self.low_rank.activation_amount(0)
         """a of φ_a(z) = (1 − a)·z + a·φ(z); `boost_layers.annealing` sets it step by step."""
+        self.latent_observer: LatentObserver | None = None
+        """Sees the latents at the end of each forward; set by `boost_layers.observation`."""
         self.packed_by_stage = low_rank.crossing and layer_number == 1 and place.before is not None
         """Whether the input comes from another stage, with columns for latents."""
         self.packs_for_stage = (
@@ -167,6 +173,8 @@ class LowRankLayer(MegatronModule, BaseTransformerLayer):
             latents=latents,
         )
 
+        if self.latent_observer is not None:
+            self.latent_observer(self, latents.current)
         x = projections.leave(x, delta, convert=self.place.leaves_by_sequence)
         x, context = self._depart(x, latents.current)
         # A pipeline stage may not hand over a view: the schedule frees what it has sent.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from boost_layers import communication, ops
 from boost_layers.initialization import shard_of
-from boost_layers.latent import LatentKind, LayerLatents, Reduced, activated
+from boost_layers.latent import Latent, LatentKind, LayerLatents, Reduced, activated
 from boost_layers.mappings import (
     as_sequence,
     as_tokens,
@@ -240,6 +240,9 @@ class VanillaProjections(nn.Module):
             u = whole_latents(u, ranks, self.tp_group)
             u = latent_shares(activated(latents.next(Reduced(u), factors)), ranks, self.tp_group)
             activation = "identity"
+        else:
+            shares = tuple(each.B.shape[1] for each in factors)
+            latents.current.append(Latent(u, LatentKind(shares, activation), sharded=True))
         weights = [each.B for each in factors]
         return row_up(
             u,

@@ -33,6 +33,7 @@ from megatron.boost.learning_rate import check_schedule
 from megatron.boost.megatron_flags import refuse_unsupported
 from megatron.boost.stored_run import TRACKER, stored_run, with_stored_arguments
 from megatron.boost.vocabulary import require_tokenizer
+from megatron.boost.writers import check_writers
 
 
 def _flag(name: str, default: Any, **argparse_keywords: Any) -> Any:
@@ -53,9 +54,20 @@ class LaunchConfig:
     """After training, print a table of collectives by operation and by forward, backward and
     recompute, per layer and micro-batch; with FILE, also write it there as JSON."""
 
+    log_latents_interval: int = _flag("--low-rank-log-latents-interval", 0, metavar="N")
+    """Every N steps, log the norm and the effective rank of each projection's latent to TensorBoard
+    (--tensorboard-dir) and W&B (--wandb-project); 0: never."""
+
     verbose: bool = _flag("--verbose", False)
     """On CPU, also print upstream's warnings and its list of arguments, which otherwise go to the
     log file."""
+
+    def __post_init__(self) -> None:
+        if self.log_latents_interval < 0:
+            raise ValueError(
+                f"--low-rank-log-latents-interval {self.log_latents_interval}: is a number of "
+                "steps, 0 or more; nearest legal value: 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,7 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     said += _said_of_load(arguments)
     low_rank = low_rank_config(arguments)
     refuse_idle_flags(argv, low_rank)
+    said += check_writers(arguments, low_rank)
     if low_rank.arch == "none":
         return [*argv, *added], said
     dropout = []

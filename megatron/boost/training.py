@@ -32,6 +32,7 @@ from megatron.boost.data import (
     refuse_unsupported_data,
 )
 from megatron.boost.learning_rate import check_course
+from megatron.boost.low_rank_metrics import logged_metrics
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
 from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
 from megatron.boost.vocabulary import keep_vocabulary
@@ -126,7 +127,11 @@ def train(plan: Plan, started: float | None = None) -> None:
     tp_size = plan.settings.megatron.tensor_model_parallel_size
     checked = settings_checked_on_load(low_rank, hidden_size)
     widened = wide_pipeline_tensor(width_between_stages(low_rank, hidden_size, tp_size))
-    with checked, widened, annealed_activation(low_rank), _keeping_model() as built:
+    annealed, logged = (
+        annealed_activation(low_rank),
+        logged_metrics(low_rank, launch.log_latents_interval),
+    )
+    with checked, widened, annealed, logged, _keeping_model() as built:
         try:
             pretrain(plan.container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:

@@ -89,6 +89,19 @@ def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.program
+def test_the_cost_of_looking_at_latents_is_that_of_single_steps(tmp_path: Path) -> None:
+    done = run("--quick", "--json", str(tmp_path / "result.json"), script="latents")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    for key in ("btp", "vanilla_sliced"):
+        over = result[f"{key}_looking_ms"] / result[f"{key}_ms"]
+        assert result[f"{key}_looking_over_{key}"] == pytest.approx(over)
+        assert result[f"{key}_cost_percent_every_100_steps"] == pytest.approx(over - 1)
+    assert result["effective_rank_of_1024_ms"] > result["effective_rank_of_256_ms"] > 0
+    assert done.stderr == ""
+
+
+@pytest.mark.program
 @pytest.mark.skipif(problem_of_csrc() is not None, reason="csrc is not built")
 def test_the_race_of_ops_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     done = run(

@@ -23,7 +23,7 @@ LAYER_FLOORS = [
     {"projection"},
     {"attention", "mlp"},
     {"layer"},
-    {"annealing", "specs"},
+    {"annealing", "observation", "specs"},
     {"__init__"},
 ]
 

@@ -7,13 +7,14 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from megatron.boost.demo.curves import loss_figure, save_png, smoothed, svg
+from megatron.boost.demo.curves import loss_figure
 from megatron.boost.demo.launch import TrainingFailed
 from megatron.boost.demo.recipe import COLA_BTP, COLA_VANILLA, FULL_RANK, STRATEGIES, Recipe
 from megatron.boost.demo.report import html_report
 from megatron.boost.demo.results import flat_results, read_result
 from megatron.boost.demo.run import findings_of
 from megatron.boost.demo.table import ROWS, terminal_table
+from megatron.boost.plotting.figure import save_png, smoothed, svg
 from megatron.boost.training_log import TrainingLog
 from tests.support.demo_results import STEPS, collectives_report, losses_of_run, made_up_result
 from tests.support.training_output import training_lines
@@ -100,9 +101,9 @@ def test_the_table_has_a_column_a_run_and_fits_a_terminal(results):
 
 
 def test_smoothing_looks_back_only():
-    assert smoothed([4.0, 2.0, 0.0]) == [4.0, 3.0, 2.0]
+    assert smoothed([4.0, 2.0, 0.0], 10) == [4.0, 3.0, 2.0]
     falling = [float(number) for number in range(30, 0, -1)]
-    assert smoothed(falling)[-1] == pytest.approx(5.5)
+    assert smoothed(falling, 10)[-1] == pytest.approx(5.5)
 
 
 def test_curves_show_every_run_over_steps_and_over_time(results):

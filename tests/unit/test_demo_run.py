@@ -134,7 +134,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then():
 
     with show_run(Console(file=text, width=120), "CoLA, BTP", 250) as show:
         for number in range(1, 251):
-            show(Iteration(number, 250, 5.0, 500.0), 2048.0)
+            show(Iteration(number, 250, 5.0, 500.0, 40), 2048.0)
 
     lines = text.getvalue().splitlines()
     assert lines[0] == "CoLA, BTP: step 1/250, loss 5.000, 2,048 tokens/s"
@@ -147,7 +147,7 @@ def test_on_a_terminal_progress_is_a_bar_with_loss_and_speed():
 
     console = Console(file=text, width=120, force_terminal=True)
     with show_run(console, "CoLA, BTP", 250) as show:
-        show(Iteration(250, 250, 5.125, 500.0), 2048.0)
+        show(Iteration(250, 250, 5.125, 500.0, 1000), 2048.0)
 
     for shown in ("250/250", "loss 5.125", "2,048 tokens/s"):
         assert shown in text.getvalue()

@@ -42,6 +42,7 @@ INTERFACE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "--no-low-rank-grouping": (True, ()),
     "--low-rank-vanilla-attention": ("sliced", ("sliced", "replicated")),
     "--low-rank-comm-report": (None, ()),
+    "--low-rank-log-latents-interval": (0, ()),
     "--core-attention": ("auto", ("auto", "te", "sdpa", "local")),
     "--verbose": (False, ()),
 }
@@ -73,6 +74,7 @@ def test_without_flags_a_config_has_its_defaults(cls: type) -> None:
 @pytest.mark.parametrize("cls", [LowRankConfig, LaunchConfig])
 def test_every_field_is_set_by_its_flag_alone(cls: type) -> None:
     others = {"rank": 7, "attn_rank": 7, "mlp_rank": 7, "ratio": 0.5, "comm_report": "file.json"}
+    others |= {"log_latents_interval": 7}
     others |= {"ranks": "q=7,down=9", "layers": "1-2", "act_anneal": 7}
     # Settings that mean nothing alone are refused without what they belong to.
     needs = {

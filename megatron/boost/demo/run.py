@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron.boost.command_line import write_text
 from megatron.boost.corpus import Corpus, prepare_corpus
-from megatron.boost.demo.curves import loss_figure, save_png, svg
+from megatron.boost.demo.curves import loss_figure
 from megatron.boost.demo.launch import run_training
 from megatron.boost.demo.progress import show_run
 from megatron.boost.demo.recipe import (
@@ -28,6 +28,7 @@ from megatron.boost.demo.report import html_report
 from megatron.boost.demo.results import Result, flat_results, read_result
 from megatron.boost.demo.table import terminal_table
 from megatron.boost.machine import describe_machine
+from megatron.boost.plotting.figure import save_png, svg
 from megatron.boost.training_log import TrainingLog
 
 VOCABULARY_SIZE = 4096

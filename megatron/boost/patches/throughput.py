@@ -21,11 +21,12 @@ _FIELD = "throughput per GPU (TFLOP/s/GPU):"
 
 @contextlib.contextmanager
 def _apply() -> Iterator[None]:
-    from megatron.training import one_logger_utils, training
+    from megatron.training import get_args, one_logger_utils, training
 
     from megatron.boost.accounting.flops import Work, dense_equivalent_flops, model_flops
     from megatron.boost.accounting.of_megatron import model_of_arguments
     from megatron.boost.arguments import has_our_layers, low_rank_config
+    from megatron.boost.writers import write_scalars
 
     count_dense = training.num_floating_point_operations
     track = one_logger_utils.track_e2e_metrics
@@ -65,9 +66,17 @@ def _apply() -> Iterator[None]:
         nonlocal to_print
         to_print = None
         if log_throughput and throughput is not None and dense_over_true is not None:
+            dense = throughput * dense_over_true
             to_print = (
-                f" dense-equivalent TFLOP/s/GPU: {throughput * dense_over_true:.4g} "
+                f" dense-equivalent TFLOP/s/GPU: {dense:.4g} "
                 "(operations of the full-rank model of these sizes, which were not computed)"
+            )
+            write_scalars(
+                {
+                    "low-rank/true-tflops-per-gpu": throughput,
+                    "low-rank/dense-equivalent-tflops-per-gpu": dense,
+                },
+                get_args().curr_iteration + 1,
             )
         return track(log_throughput, throughput)
 

@@ -13,13 +13,14 @@ from matplotlib.figure import Figure
 
 from megatron.boost.accounting.sizes import Layout, Model, validate_layout
 from megatron.boost.command_line import write_text
-from megatron.boost.demo.curves import save_png, svg
 from megatron.boost.planner.analysis import Variant, layout_of, variants
 from megatron.boost.planner.break_even import with_ratio
 from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.iteration import estimate
 from megatron.boost.planner.layouts import Workload
 from megatron.boost.planner.memory import GIB, memory_need
+from megatron.boost.plotting.figure import finish_axes, save_png, svg
+from megatron.boost.plotting.page import page
 
 # Told apart by all common kinds of colour vision (Okabe and Ito).
 _COLORS = ("#d55e00", "#009e73", "#e69f00", "#0072b2", "#56b4e9")
@@ -48,8 +49,7 @@ def planner_figure(
     _against_link_rate(panels[1][0], found, layout, cluster)
     _memory(panels[1][1], found, layout, cluster)
     for axes in panels.flat:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes)
         axes.set_ylim(bottom=0)
     panels[0][0].legend(frameon=False)
     panels[1][1].legend(frameon=False)
@@ -58,24 +58,10 @@ def planner_figure(
 
 def save_figure(figure: Figure, prefix: Path, title: str) -> tuple[Path, Path]:
     """Write PREFIX.png and PREFIX.html, each under a temporary name first; returns both paths."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
-    partial = Path(f"{prefix}.partial.png")
-    save_png(figure, partial)
-    partial.replace(picture)
-    write_text(page, _page(title, svg(figure)))
-    return picture, page
-
-
-def _page(title: str, drawing: str) -> str:
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>body {{ font: 16px/1.5 system-ui, sans-serif; "
-        "margin: 1rem auto; max-width: 80rem; padding: 0 1rem; background: #fff; color: #222; }"
-        "svg { width: 100%; height: auto; }</style></head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{drawing}\n</body></html>\n"
-    )
+    picture, document = Path(f"{prefix}.png"), Path(f"{prefix}.html")
+    save_png(figure, picture)
+    write_text(document, page(title, [f"<h1>{escape(title)}</h1>", svg(figure)]))
+    return picture, document
 
 
 def _draw(
@@ -141,5 +127,5 @@ def _memory(axes: Axes, found: Sequence[Variant], layout: Layout, cluster: Clust
         replace(btp, low_rank=replace(btp.low_rank, recompute=True)),
     )
     _draw(axes, _MICRO_BATCHES, [*found, kept], gib)
-    axes.axhline(cluster.memory.capacity_gib, color="#222", linewidth=1, linestyle=(0, (3, 2)))
+    axes.axhline(cluster.memory.capacity_gib, color="black", linewidth=1, linestyle=(0, (3, 2)))
     axes.set(xlabel="micro-batch", ylabel="GiB on one GPU (dashed: what it has)")
