@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +33,7 @@ PUBLISHED_MILLIONS = {
     "7B": (6738.4, 2820.9),
 }
 
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 LAYOUT_FLAGS = {
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -56,7 +58,7 @@ def script(
     return subprocess.run(
         ["bash", f"examples/{name}", *words],
         cwd=folder,
-        env={"PATH": os.environ["PATH"], "DRY_RUN": "command", **environment},
+        env={"PATH": PATH, "DRY_RUN": "command", **environment},
         capture_output=True,
         text=True,
     )
@@ -273,7 +275,7 @@ def test_slurms_script_prints_what_the_other_one_does() -> None:
     }
     alone = script("13B", "btp", "cola", name="train.sbatch")
     assert alone.stdout == script("13B", "btp", "cola").stdout
-    scontrol = {"PATH": f"{ROOT / 'tests' / 'support' / 'slurm'}:{os.environ['PATH']}"}
+    scontrol = {"PATH": f"{ROOT / 'tests' / 'support' / 'slurm'}:{PATH}"}
     in_job = script("13B", "btp", "cola", name="train.sbatch", **job, **scontrol)
     assert in_job.returncode == 0, in_job.stderr
     assert parsed_command(in_job.stdout).world_size == 12
@@ -302,7 +304,7 @@ def test_a_dry_run_calls_the_planner_where_it_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_planner_takes_what_a_dry_run_asks(tmp_path: Path) -> None:
+def test_the_planner_takes_what_a_dry_run_asks() -> None:
     done = script("7B", "full-rank", DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     plan = done.stdout.partition("# ")[2]

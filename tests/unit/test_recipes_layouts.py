@@ -46,8 +46,8 @@ def test_the_layouts_of_some_sizes_are_the_planners() -> None:
 
 
 @pytest.mark.slow
-def test_the_layouts_of_all_sizes_are_the_planners() -> None:
-    for row in table_rows("layout"):
+def test_the_layouts_of_more_sizes_are_the_planners() -> None:
+    for row in rows("1B", "3B", "13B", "30B"):
         check(row)
 
 
