@@ -159,7 +159,9 @@ for word in "${COMMAND[@]:1}"; do
     printf ' %q' "$word"
 done
 echo
-if [[ $DRY_RUN != command && -f $ROOT/tools/plan.py ]]; then
+if [[ $DRY_RUN != command ]] && ! "${BIN}python" -c 'import torch' 2>/dev/null; then
+    echo "# No plan: the planner needs PyTorch (run make first)"
+elif [[ $DRY_RUN != command ]]; then
     "${BIN}python" "$ROOT/tools/plan.py" --model "$SIZE" --gpus $((NNODES * GPUS_PER_NODE)) \
         --gpu "${GPU:-h100}" --arch "${ARCH/dense/cola}" --rank "$RANK" --seq-length "$SEQUENCE" \
         --global-batch-size "$BATCH" --strategies full-rank,vanilla,btp | sed 's/^/# /'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from boost_layers.config import Arch, LowRankConfig
+from boost_layers.config import LowRankConfig
 from megatron.boost.command_line import ToolParser, run_tool, write_text
 from megatron.boost.planner.cluster import Cluster, load_cluster
 from megatron.boost.planner.layouts import Plan, Strategy, Workload, find_plans
@@ -32,7 +32,7 @@ def plans_of(
 ) -> Sequence[Plan]:
     """All layouts of a recipe that fit, the fastest first."""
     (numbers,) = (row for row in table_rows("training") if row[0] == training)
-    arch: Arch = "cola" if training == "cola" else "lax"
+    arch: str = "cola" if training == "cola" else "lax"
     workload = Workload(
         model=load_model(size, LowRankConfig(arch=arch, rank=SIZES[size].rank)),
         sequence_length=int(numbers[1]),
