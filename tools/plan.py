@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Run from a checkout, the package may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,7 +23,7 @@ from megatron.boost.accounting import Layout, Model, validate_layout
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
 from megatron.boost.planner.cluster import load_cluster, presets
 from megatron.boost.planner.layouts import STRATEGIES, Workload
-from megatron.boost.planner.models import SIZES, load_model
+from megatron.boost.planner.models import SIZES, function_flags, load_model
 from megatron.boost.planner.published import PUBLISHED_ON
 from megatron.boost.planner.reports.analysis import analysis_report
 from megatron.boost.planner.reports.plan import plan_report
@@ -42,8 +43,21 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _report(args: argparse.Namespace) -> Report:
+    """What the mode asks for; a flag that the mode has no use for is refused."""
+    mode = next((name for name in _FLAGS_OF_MODE if getattr(args, name, None)), "rank")
+    for name, default in _DEFAULTS.items():
+        given = getattr(args, name)
+        if given is not None and name not in _FLAGS_OF_MODE[mode]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {_shown(given)}: "
+                f"{'without a mode' if mode == 'rank' else f'with --{mode}'} it has no meaning; "
+                "nearest legal value: leave it out"
+            )
+        setattr(args, name, default if given is None else given)
+    if mode == "calibrate":
+        return calibration_report(args.output, args.gpu, args.gpus, args.dtype)
     cluster = load_cluster(args.gpu)
-    if args.validate:
+    if mode == "validate":
         if args.gpu in presets() and args.gpu != PUBLISHED_ON:
             raise ValueError(
                 f"--gpu {args.gpu}: the published times are {PUBLISHED_ON}'s; "
@@ -55,14 +69,45 @@ def _report(args: argparse.Namespace) -> Report:
         sequence_length=args.seq_length,
         global_batch=args.global_batch_size,
         dtype=args.dtype or next(iter(cluster.compute)),
+        function_flags=function_flags(args.model),
     )
-    if args.plot is not None:
+    if mode == "plot":
         return plots_report(workload, cluster, args.gpus, args.micro_batch_size, args.plot)
-    if args.analyse:
+    if mode == "analyse":
         return analysis_report(workload, cluster, args.gpus, args.micro_batch_size)
-    if args.scaling is not None:
-        return scaling_report(workload, cluster, args.gpus, args.scaling)
+    if mode == "scaling":
+        return scaling_report(workload, cluster, args.gpus, args.scaling, args.strategies)
     return plan_report(workload, cluster, args.gpus, args.strategies, args.top)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "model": "7B",
+    "gpus": 8,
+    "gpu": PUBLISHED_ON,
+    "arch": "cola",
+    "ratio": 0.25,
+    "rank": None,
+    "seq_length": 4096,
+    "global_batch_size": 1024,
+    "dtype": None,
+    "strategies": ("btp", "full-rank"),
+    "top": 10,
+    "micro_batch_size": 4,
+}
+_MODEL = {"model", "gpus", "gpu", "arch", "ratio", "rank", "seq_length", "dtype"}
+_FLAGS_OF_MODE = {
+    "calibrate": {"gpu", "gpus", "dtype"},
+    "validate": {"gpu"},
+    "plot": {*_MODEL, "micro_batch_size"},
+    "analyse": {*_MODEL, "micro_batch_size"},
+    "scaling": {*_MODEL, "global_batch_size", "strategies"},
+    "rank": {*_MODEL, "global_batch_size", "strategies", "top"},
+}
+"""What each mode takes, and the ranking of layouts, which is none."""
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _model(args: argparse.Namespace) -> Model:
@@ -82,37 +127,28 @@ def _parser() -> ToolParser:
     )
     parser.add_argument(
         "--model",
-        default="7B",
         metavar="SIZE|FILE",
-        help=f"one of {', '.join(SIZES)}, or a config.json of a Hugging Face LLaMA (%(default)s)",
+        help=f"one of {', '.join(SIZES)}, or a config.json of a Hugging Face LLaMA (7B)",
     )
     parser.add_argument(
-        "--gpus", type=whole_number(1), default=8, metavar="N", help="GPUs in all (%(default)s)"
+        "--gpus", type=whole_number(1), metavar="N", help=f"GPUs in all ({_DEFAULTS['gpus']})"
     )
     parser.add_argument(
         "--gpu",
-        default="a100-80",
         metavar="NAME|FILE",
-        help=f"one of {', '.join(presets())}, or a cluster's TOML file (%(default)s)",
+        help=f"one of {', '.join(presets())}, or a cluster's TOML file ({PUBLISHED_ON})",
     )
-    parser.add_argument(
-        "--arch", choices=["cola", "svd", "lax"], default="cola", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--ratio", type=float, default=0.25, metavar="F", help="rank / hidden (%(default)s)"
-    )
+    parser.add_argument("--arch", choices=["cola", "svd", "lax"], help="(cola)")
+    parser.add_argument("--ratio", type=float, metavar="F", help="rank / hidden (0.25)")
     parser.add_argument(
         "--rank", type=whole_number(1), metavar="R", help="the rank, instead of the ratio's"
     )
-    parser.add_argument(
-        "--seq-length", type=whole_number(1), default=4096, metavar="N", help="(4096)"
-    )
+    parser.add_argument("--seq-length", type=whole_number(1), metavar="N", help="(4096)")
     parser.add_argument(
         "--global-batch-size",
         type=whole_number(1),
-        default=1024,
         metavar="N",
-        help="sequences of an iteration (%(default)s)",
+        help="sequences of an iteration (1024)",
     )
     parser.add_argument(
         "--dtype", choices=["bf16", "fp16", "fp32"], help="(the first in the cluster's file)"
@@ -120,19 +156,15 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--strategies",
         type=_strategies,
-        default=("btp", "full-rank"),
         metavar="S,…",
         help=f"which of {', '.join(STRATEGIES)} to rank (btp,full-rank)",
     )
-    parser.add_argument(
-        "--top", type=whole_number(1), default=10, metavar="N", help="layouts to show (%(default)s)"
-    )
+    parser.add_argument("--top", type=whole_number(1), metavar="N", help="layouts to show (10)")
     parser.add_argument(
         "--micro-batch-size",
         type=whole_number(1),
-        default=4,
         metavar="N",
-        help="with --analyse and --plot (%(default)s)",
+        help="with --analyse and --plot (4)",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(

@@ -74,7 +74,7 @@ def layer_messages(model: Model, layout: Layout, layer: int) -> tuple[Message, .
 
 
 def _names(projections: Sequence[Projection]) -> tuple[str, ...]:
-    return tuple(projection.name.rpartition(".")[2] for projection in projections)
+    return tuple(projection.short_name for projection in projections)
 
 
 def _btp(model: Model, layout: Layout, layer: int) -> Iterator[Message]:

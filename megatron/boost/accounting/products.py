@@ -148,4 +148,4 @@ def _rank(projection: Projection) -> int:
 
 
 def _names(projections: Sequence[Projection]) -> tuple[str, ...]:
-    return tuple(projection.name.rpartition(".")[2] for projection in projections)
+    return tuple(projection.short_name for projection in projections)

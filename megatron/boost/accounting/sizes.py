@@ -38,6 +38,11 @@ class Projection:
     """The names of its down-projections' weights."""
 
     @property
+    def short_name(self) -> str:
+        """Without the module, e.g. `q_proj`."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def weights(self) -> int:
         """Number of weights: in·out, or with m down-projections r·(m·in + out)."""
         if self.rank is None:
@@ -184,6 +189,11 @@ class Layout:
     """With full recompute: every `recompute_layers` layers are one unit, or the first
     `recompute_layers` layers of a virtual stage are a unit each and the others are kept."""
     recompute_layers: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """T·P·D."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.gemm import product_seconds
 from megatron.boost.planner.iteration import DTYPES, dtype_name
 from megatron.boost.planner.layouts import Workload
-from megatron.boost.planner.memory import GIB, memory_need
+from megatron.boost.planner.memory import memory_need
 from megatron.boost.planner.models import padded
 
 _LARGEST_MICRO_BATCH = 1024
@@ -64,7 +64,8 @@ class Volume:
 
 
 def variants(model: Model, tensor_parallel: int) -> list[Variant]:
-    """Full-rank, vanilla in both forms and BTP of one model."""
+    """Full-rank, vanilla in both forms and BTP of one model, whether or not the tensor-parallel
+    size divides them."""
     model = padded(model, tensor_parallel)
 
     def low_rank(**settings: object) -> Model:
@@ -81,6 +82,35 @@ def variants(model: Model, tensor_parallel: int) -> list[Variant]:
     ]
 
 
+def divisible_variants(
+    workload: Workload, cluster: Cluster, tensor_parallel: int
+) -> tuple[list[Variant], list[str]]:
+    """The variants that the tensor-parallel size divides, and why it does not divide the others.
+
+    Raises:
+        ValueError: for a size beyond a node, and where it divides none.
+    """
+    if tensor_parallel > cluster.gpus_per_node:
+        raise ValueError(
+            f"--gpus {tensor_parallel}: is the tensor-parallel size here, which stays within a node "
+            f"of {cluster.gpus_per_node}; nearest legal value: {cluster.gpus_per_node}"
+        )
+    found, refusals = [], []
+    for variant in variants(workload.model, tensor_parallel):
+        try:
+            validate_layout(variant.model, layout_of(workload, tensor_parallel, 1))
+            found.append(variant)
+        except ValueError as refusal:
+            refusals.append(f"{variant.title} is left out: {refusal}")
+    if not found:
+        smaller = [t for t in range(1, tensor_parallel) if workload.model.num_query_groups % t == 0]
+        raise ValueError(
+            f"--gpus {tensor_parallel}: the tensor-parallel size divides no strategy; nearest "
+            f"legal value: {smaller[-1]}"
+        )
+    return found, refusals
+
+
 def layout_of(workload: Workload, tensor_parallel: int, micro_batch: int) -> Layout:
     """One micro-batch under tensor parallelism alone."""
     return Layout(
@@ -92,12 +122,7 @@ def layout_of(workload: Workload, tensor_parallel: int, micro_batch: int) -> Lay
 
 
 def product_figures(model: Model, layout: Layout, cluster: Cluster) -> list[ProductFigures]:
-    """Every product of the first layer's forward.
-
-    Raises:
-        ValueError: for a model that the tensor-parallel size does not divide.
-    """
-    validate_layout(model, layout)
+    """Every product of the first layer's forward."""
     dtype, number = dtype_name(layout), layout.dtype.itemsize
     peak = cluster.products(dtype).peak_tflops * 1e12
     return [
@@ -126,8 +151,7 @@ def largest_micro_batch(model: Model, layout: Layout, cluster: Cluster) -> int:
     """The largest micro-batch whose state and activations fit in a GPU's memory; 0 for none."""
 
     def fits(micro_batch: int) -> bool:
-        need = memory_need(model, replace(layout, micro_batch_size=micro_batch), cluster)
-        return need.total <= cluster.memory.capacity_gib * GIB
+        return memory_need(model, replace(layout, micro_batch_size=micro_batch), cluster).fits
 
     fitting = 0
     while fitting < _LARGEST_MICRO_BATCH and fits(fitting + 1):

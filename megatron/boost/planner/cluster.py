@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 _PRESETS = Path(__file__).parent / "clusters"
+_DTYPES = ("bf16", "fp16", "fp32")
 
 
-def _described(text: str, **options: Any) -> Any:
-    """A field of the file with what it means, for the message that asks for it."""
-    return field(metadata={"meaning": text}, **options)
+def _described(text: str, *, most: float = math.inf, zero: bool = False) -> Any:
+    """A field of the file with what it means, for the message that asks for it, the largest number
+    that it may be, and whether it may be 0."""
+    return field(metadata={"meaning": text, "most": most, "zero": zero})
+
+
+def _share(text: str, *, zero: bool = False) -> Any:
+    return _described(text, most=1.0, zero=zero)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +33,15 @@ class Compute:
     """Products in one dtype."""
 
     peak_tflops: float = _described("dense peak of the dtype's matrix units, TFLOP/s")
-    gemm_efficiency: float = _described("share of the peak that a GEMM with a long sum reaches")
-    gemm_half_depth: float = _described("k at which a GEMM [m, k]·[k, n] runs at half of that")
-    gemm_fixed_us: float = _described("what a GEMM takes however small it is, µs")
-    attention_forward_efficiency: float = _described(
+    gemm_efficiency: float = _share("share of the peak that a GEMM with a long sum reaches")
+    gemm_half_depth: float = _described(
+        "k at which a GEMM [m, k]·[k, n] runs at half of that", zero=True
+    )
+    gemm_fixed_us: float = _described("what a GEMM takes however small it is, µs", zero=True)
+    attention_forward_efficiency: float = _share(
         "share of the peak of the fused causal attention, forward"
     )
-    attention_backward_efficiency: float = _described("the same, backward (5/2 of the operations)")
+    attention_backward_efficiency: float = _share("the same, backward (5/2 of the operations)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +50,17 @@ class Memory:
 
     capacity_gib: float = _described("memory of one GPU, GiB")
     reserved_gib: float = _described(
-        "of that, what the context, the communicator and fragments take, GiB"
+        "of that, what the context, the communicator and fragments take, GiB", zero=True
     )
     bandwidth_gb_per_s: float = _described("nominal bandwidth, GB/s")
-    elementwise_efficiency: float = _described("share of the bandwidth that small kernels reach")
+    elementwise_efficiency: float = _share("share of the bandwidth that small kernels reach")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """Collectives between GPUs: each takes latency + sent bytes / bus bandwidth (α–β)."""
 
-    latency_us: float = _described("α: of one collective, µs")
+    latency_us: float = _described("α: of one collective, µs", zero=True)
     bus_gb_per_s: Mapping[str, float] = _described(
         "bytes that a rank of a ring sends in a second, GB/s, by number of ranks"
     )
@@ -66,10 +74,11 @@ class Cluster:
     gpus_per_node: int = _described("GPUs that the fast link joins")
     most_gpus: int = _described("GPUs of the whole cluster")
     host_us_per_operation: float = _described(
-        "what the host takes to launch one operation of a layer, µs"
+        "what the host takes to launch one operation of a layer, µs", zero=True
     )
-    collective_overlap: float = _described(
-        "share of a product's time that a collective beside it can use (0: nothing overlaps)"
+    collective_overlap: float = _share(
+        "share of a product's time that a collective beside it can use (0: nothing overlaps)",
+        zero=True,
     )
     compute: Mapping[str, Compute] = _described("by dtype: bf16, fp16, fp32")
     memory: Memory = _described("of one GPU")
@@ -175,6 +184,14 @@ def _value(described: Field[Any], hint: Any, value: Any, flag: str, name: str) -
         if not isinstance(value, dict) or not value:
             raise ValueError(f"{flag}: {name} is an empty table ({described.metadata['meaning']})")
         inner = _of_mapping(hint)
+        if is_dataclass(inner):
+            wrong = [key for key in value if key not in _DTYPES]
+            if wrong:
+                near = difflib.get_close_matches(wrong[0], _DTYPES, n=1) or _DTYPES[:1]
+                raise ValueError(
+                    f"{flag}: [{name}.{wrong[0]}] is no dtype; nearest legal value: "
+                    f"[{name}.{near[0]}]"
+                )
         wrong = [key for key in value if inner is float and not (key.isdecimal() and int(key) > 1)]
         if wrong:
             raise ValueError(
@@ -186,10 +203,17 @@ def _value(described: Field[Any], hint: Any, value: Any, flag: str, name: str) -
             raise ValueError(f"{flag}: {name} = {value!r} is no text")
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (hint is int and value != int(value)):
+    if not number or not math.isfinite(value) or (hint is int and value != int(value)):
         wanted = "a whole number" if hint is int else "a number"
         raise ValueError(
-            f"{flag}: {name} = {value!r} is not {wanted} of at least 0 "
+            f"{flag}: {name} = {value!r} is not {wanted} ({described.metadata['meaning']})"
+        )
+    most = described.metadata["most"]
+    if value < 0 or value > most or (value == 0 and not described.metadata["zero"]):
+        above = "at least" if described.metadata["zero"] else "above"
+        limit = f" and at most {most:g}" if math.isfinite(most) else ""
+        raise ValueError(
+            f"{flag}: {name} = {value:g}: must be {above} 0{limit} "
             f"({described.metadata['meaning']})"
         )
     return hint(value)

@@ -38,9 +38,10 @@ def collective_seconds(
     return _seconds(cluster.network, sent, rate, hops=math.ceil(math.log2(nodes)))
 
 
-def point_to_point_seconds(size: float, distance: int, cluster: Cluster) -> float:
-    """Of a tensor sent to a GPU that is `distance` GPUs away."""
-    link = cluster.node if distance < cluster.gpus_per_node else cluster.network
+def point_to_point_seconds(size: float, gpus: int, cluster: Cluster) -> float:
+    """Of a tensor sent to the next pipeline stage, by the slowest of the links between the stages
+    of a model on that many GPUs."""
+    link = cluster.node if gpus <= cluster.gpus_per_node else cluster.network
     return _seconds(link, size, bytes_per_second(link, 2))
 
 

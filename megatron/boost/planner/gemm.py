@@ -4,7 +4,8 @@ A product `[m, k]·[k, n]` takes 2·m·n·k / (peak·e(k)) on the matrix units, 
 the sum over k is as long as a tile's work, while loading the first operands and storing the result
 take what they take whatever k is; at k = k½ a product runs at half of e∞. Or it waits for memory:
 the time is the larger of that and of bytes / bandwidth (the roofline of Williams et al., 2009). A
-fixed time for filling and draining the GPU is added, so that small m and n are less efficient.
+fixed time for filling and draining the GPU is added, so that small m and n are less efficient, and
+a tile that is not full takes as long as a full one: n counts in multiples of 64.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Iterable
 from megatron.boost.accounting.products import Product
 from megatron.boost.planner.cluster import Cluster
 
+_TILE = 64
+
 
 def product_seconds(product: Product, cluster: Cluster, dtype: str, itemsize: int) -> float:
     """Of one call on one GPU, without its launch."""
     compute = cluster.products(dtype)
     rate = compute.peak_tflops * 1e12 * compute.gemm_efficiency
-    work = product.flops / rate * (1 + compute.gemm_half_depth / product.k)
+    tiled = -(-product.n // _TILE) * _TILE / product.n
+    work = product.flops * tiled / rate * (1 + compute.gemm_half_depth / product.k)
     moved = product.bytes(itemsize) / (cluster.memory.bandwidth_gb_per_s * 1e9)
     return compute.gemm_fixed_us * 1e-6 + max(work, moved)
 

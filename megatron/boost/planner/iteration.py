@@ -20,7 +20,7 @@ from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.collectives import point_to_point_seconds
 from megatron.boost.planner.implementation import BOOST, Implementation
 from megatron.boost.planner.layers import stage_layer_phases
-from megatron.boost.planner.optimiser import reduction, step_seconds
+from megatron.boost.planner.optimiser import reduction, step_seconds, tied_embedding_seconds
 from megatron.boost.planner.phase import Phase
 from megatron.boost.planner.pipeline import bubble_seconds, exposed_transfers
 from megatron.boost.planner.vocabulary import vocabulary_phases
@@ -96,6 +96,7 @@ def estimate(
         needed = reduction(model, layout, slowest, cluster)
         beside = cluster.collective_overlap * whole.device
         reduced = needed.exposed(beside) if overlap_reduction else needed.seconds
+        reduced += tied_embedding_seconds(model, layout, cluster)
         step = step_seconds(model, layout, slowest, cluster)
     m = layout.micro_batches
     return Estimate(
@@ -135,11 +136,12 @@ def _stage_phases(
 
 
 def _transfer_seconds(model: Model, layout: Layout, cluster: Cluster) -> float:
-    if layout.pipeline_parallel == 1:
-        return 0.0
-    distance = layout.tensor_parallel * layout.data_parallel
-    one = point_to_point_seconds(stage_message_bytes(model, layout), distance, cluster)
-    return one * exposed_transfers(layout.pipeline_parallel, layout.virtual_stages)
+    number = exposed_transfers(
+        layout.pipeline_parallel, layout.micro_batches, layout.virtual_stages
+    )
+    # Where a pipeline crosses nodes, its slowest hop sets the pace.
+    message = stage_message_bytes(model, layout)
+    return number * point_to_point_seconds(message, layout.gpus, cluster) if number else 0.0
 
 
 def model_flops_utilisation(
@@ -150,6 +152,5 @@ def model_flops_utilisation(
         layout.micro_batch_size * layout.micro_batches * layout.data_parallel,
         layout.sequence_length,
     )
-    gpus = layout.tensor_parallel * layout.pipeline_parallel * layout.data_parallel
     peak = cluster.products(dtype_name(layout)).peak_tflops * 1e12
-    return model_flops(model, work) / (seconds * gpus * peak)
+    return model_flops(model, work) / (seconds * layout.gpus * peak)

@@ -10,13 +10,13 @@ _PRECISION = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp32": []}
 
 def launch_lines(plan: Plan, workload: Workload) -> list[str]:
     """torchrun and the flags of `pretrain_gpt.py`, a line for each kind; what is not the plan's
-    (data, learning rate, checkpoints) is left to the user."""
-    cluster, gpus = plan.cluster, plan.gpus
-    nodes = -(-gpus // cluster.gpus_per_node)
-    per_node = min(gpus, cluster.gpus_per_node)
-    start = f"torchrun --nproc-per-node {per_node}"
-    if nodes > 1:
-        start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR"
+    (data, tokenizer, learning rate, length, checkpoints) is left to the user."""
+    start = f"torchrun --nproc-per-node {min(plan.gpus, plan.cluster.gpus_per_node)}"
+    if plan.layout.tensor_parallel > 1:
+        # Megatron demands it before Blackwell, so that collectives start in the order of issue.
+        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"
+    if plan.nodes > 1:
+        start += f" --nnodes {plan.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR"
     flags = [" ".join(line) for line in launch_flags(plan, workload) if line]
     return [f"{start} pretrain_gpt.py", *flags]
 
@@ -46,7 +46,7 @@ def _model_flags(model: Model, workload: Workload) -> list[str]:
     length = str(workload.sequence_length)
     flags += ["--seq-length", length, "--max-position-embeddings", length]
     flags += ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"]
-    flags += ["--disable-bias-linear"]
+    flags += ["--disable-bias-linear", *workload.function_flags]
     return flags if model.tied else [*flags, "--untie-embeddings-and-output-weights"]
 
 

@@ -31,6 +31,8 @@ class Workload:
     global_batch: int = 1024
     """Sequences of an iteration."""
     dtype: str = "bf16"
+    function_flags: tuple[str, ...] = ()
+    """More flags of training that make it this model."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -67,7 +69,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the GPU has that memory."""
-        return self.memory.total <= self.cluster.memory.capacity_gib * GIB
+        return self.memory.fits
 
     @property
     def seconds(self) -> float:
@@ -77,8 +79,12 @@ class Plan:
     @property
     def gpus(self) -> int:
         """All of them."""
-        layout = self.layout
-        return layout.tensor_parallel * layout.pipeline_parallel * layout.data_parallel
+        return self.layout.gpus
+
+    @property
+    def nodes(self) -> int:
+        """That the GPUs are in."""
+        return -(-self.gpus // self.cluster.gpus_per_node)
 
     @property
     def tokens_per_second(self) -> float:
@@ -171,8 +177,11 @@ def _candidates(
 ) -> Iterator[Plan]:
     """All layouts that divide model, batch and GPUs. Tensor parallelism stays within a node: across
     nodes its collectives, several a layer, would run at the network's rate."""
-    for strategy in strategies:
+    for strategy in dict.fromkeys(strategies):
         for tp in _divisors(min(gpus, cluster.gpus_per_node), gpus):
+            if strategy == "vanilla" and tp == 1 and "btp" in strategies:
+                # On one rank both are the same model.
+                continue
             model = _model_of(workload.model, strategy, tp)
             for pp in _divisors(min(gpus // tp, model.num_layers), gpus // tp):
                 yield from _of_grid(workload, cluster, strategy, model, tp, pp, gpus // (tp * pp))

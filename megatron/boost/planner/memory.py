@@ -30,6 +30,13 @@ class MemoryNeed:
     activations: float
     transient: float
     reserved: float
+    capacity: float
+    """What a GPU has."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not more than a GPU has."""
+        return self.total <= self.capacity
 
     @property
     def total(self) -> float:
@@ -51,6 +58,7 @@ def _of_stage(model: Model, layout: Layout, pp_rank: int, cluster: Cluster) -> M
         activations=rank_activation_bytes(model, layout, pp_rank),
         transient=_transient_bytes(model, layout, pp_rank),
         reserved=cluster.memory.reserved_gib * GIB,
+        capacity=cluster.memory.capacity_gib * GIB,
     )
 
 

@@ -13,30 +13,30 @@ from boost_layers.config import LowRankConfig
 from megatron.boost.accounting.collectives import layer_messages
 from megatron.boost.accounting.products import Product, layer_products
 from megatron.boost.accounting.sizes import Layout, Model
+from megatron.boost.planner.cluster import load_cluster
 from megatron.boost.planner.models import SIZES, model_of_size
-from megatron.boost.planner.published import PUBLISHED_UTILISATION, SEQUENCE
+from megatron.boost.planner.published import PUBLISHED_ON, PUBLISHED_UTILISATION, SEQUENCE
 
 TENSOR_PARALLEL = 4
-_A100_PEAK = 312e12
 _SIZES = ("3B", "7B", "13B")
 _FULL_RANK = LowRankConfig(arch="dense")
 _VANILLA = LowRankConfig(arch="cola", tp="vanilla", vanilla_attention="replicated")
 _BTP = LowRankConfig(arch="cola")
 _UNGROUPED = replace(_BTP, grouping=False)
 
-_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _QKV = frozenset({"q_proj", "k_proj", "v_proj"})
 _GATE_UP = frozenset({"gate_proj", "up_proj"})
 
 # Milliseconds per projection, micro-batch 4, of 3B, 7B and 13B.
 _PER_PROJECTION = (
-    (_FULL_RANK, _ATTENTION, (0.345, 0.566, 0.791)),
-    (_FULL_RANK, _MLP, (0.849, 1.488, 2.202)),
-    (_VANILLA, _ATTENTION, (0.281, 0.358, 0.543)),
-    (_VANILLA, _MLP, (0.487, 0.654, 0.978)),
-    (_BTP, _ATTENTION, (0.207, 0.303, 0.447)),
-    (_BTP, _MLP, (0.338, 0.539, 0.839)),
+    (_FULL_RANK, ATTENTION, (0.345, 0.566, 0.791)),
+    (_FULL_RANK, MLP, (0.849, 1.488, 2.202)),
+    (_VANILLA, ATTENTION, (0.281, 0.358, 0.543)),
+    (_VANILLA, MLP, (0.487, 0.654, 0.978)),
+    (_BTP, ATTENTION, (0.207, 0.303, 0.447)),
+    (_BTP, MLP, (0.338, 0.539, 0.839)),
 )
 # Milliseconds, 7B, by micro-batch.
 _GROUPING = (
@@ -75,6 +75,7 @@ class CollectiveTime:
 
 def product_times() -> list[ProductTime]:
     """All published times of products."""
+    peak = load_cluster(PUBLISHED_ON).compute["bf16"].peak_tflops * 1e12
     times = [
         ProductTime(_products(settings, size, 4, members), len(members) * ms * 1e-3)
         for settings, members, figures in _PER_PROJECTION
@@ -85,13 +86,13 @@ def product_times() -> list[ProductTime]:
             times.append(ProductTime(_products(settings, "7B", micro_batch, members), ms * 1e-3))
     for (strategy, block), by_micro_batch in PUBLISHED_UTILISATION.items():
         settings = _BTP if strategy == "BTP" else _VANILLA
-        members = _ATTENTION if block == "attention" else _MLP
+        members = ATTENTION if block == "attention" else MLP
         for micro_batch, percent in by_micro_batch.items():
             # Micro-batch 4 is in the times per projection.
             if micro_batch != 4:
                 products = _products(settings, "7B", micro_batch, members)
                 flops = sum(product.flops for product in products)
-                times.append(ProductTime(products, flops / (percent / 100 * _A100_PEAK)))
+                times.append(ProductTime(products, flops / (percent / 100 * peak)))
     return times
 
 

@@ -6,10 +6,14 @@ import difflib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.accounting.sizes import Model
 from megatron.boost.recipes.table import table_rows
+
+if TYPE_CHECKING:
+    from megatron.boost.conversion.description import ModelDescription
 
 _LLAMA2_VOCABULARY = 32000
 _ROWS_PER_RANK = 128
@@ -57,25 +61,7 @@ def load_model(name: str, low_rank: LowRankConfig) -> Model:
     """
     if name in SIZES:
         return model_of_size(SIZES[name], low_rank, tied=False)
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        near = difflib.get_close_matches(name.upper(), SIZES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"--model {name}: neither one of {', '.join(SIZES)} nor a config.json of Hugging Face; "
-            f"nearest legal value: {near}"
-        )
-    # Not at the top: reading configurations takes torch and transformers' names with it.
-    from megatron.boost.conversion.hf_config import description_from_hf
-
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} holds no JSON object")
-        description = description_from_hf(config)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--model {name}: {path} is no JSON: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"--model {name}: {error}") from None
+    description = _description(name)
     return Model(
         hidden_size=description.hidden_size,
         ffn_hidden_size=description.ffn_hidden_size,
@@ -88,6 +74,43 @@ def load_model(name: str, low_rank: LowRankConfig) -> Model:
         tied=description.tied,
         low_rank=low_rank,
     )
+
+
+def function_flags(name: str) -> tuple[str, ...]:
+    """The training flags for what costs nothing but makes another model: norm and rotary embedding
+    of a configuration; none for a size, whose recipe decides."""
+    if name in SIZES:
+        return ()
+    description = _description(name)
+    rope = description.rope
+    flags = ["--norm-epsilon", f"{description.norm_eps:g}", "--rotary-base", f"{rope.theta:.0f}"]
+    if rope.kind == "linear":
+        flags += ["--rotary-seq-len-interpolation-factor", f"{rope.factor:.0f}"]
+    if rope.kind == "llama3":
+        flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{rope.factor:g}"]
+    return tuple(flags)
+
+
+def _description(name: str) -> ModelDescription:
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name.upper(), SIZES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"--model {name}: neither one of {', '.join(SIZES)} nor a config.json of Hugging Face; "
+            f"nearest legal value: {near}"
+        )
+    # Not at the top: it takes torch and transformers' names with it.
+    from megatron.boost.conversion.hf_config import description_from_hf
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} holds no JSON object")
+        return description_from_hf(config)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--model {name}: {path} is no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from None
 
 
 def padded(model: Model, tensor_parallel: int) -> Model:

@@ -49,33 +49,49 @@ class Reduction:
     """Of the gradients over the data-parallel ranks, bucket by bucket."""
 
     buckets: int
-    bucket_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """All buckets, one after the other."""
-        return self.buckets * self.bucket_seconds
+    seconds: float
+    """All buckets, one after the other."""
+    last_seconds: float
+    """The last bucket, which is complete only when the backward is."""
 
     def exposed(self, beside: float) -> float:
-        """What is left when `beside` seconds of computing hide it: at least one bucket, which is
-        complete only when the backward is."""
-        return max(self.bucket_seconds, self.seconds - beside)
+        """What is left when `beside` seconds of computing hide all but the last bucket."""
+        return max(self.last_seconds, self.seconds - beside)
 
 
 def reduction(model: Model, layout: Layout, pp_rank: int, cluster: Cluster) -> Reduction:
     """An all-reduce of the gradients of each bucket, or with the distributed optimiser a
     reduce-scatter of them and an all-gather of the weights. A bucket has 40 M parameters or 1 M for
     every data-parallel rank, Megatron's default for `--ddp-bucket-size`: with more ranks there are
-    fewer, larger ones to hide."""
+    fewer, larger ones to hide. Buckets end with a whole parameter, and the embedding's, which is
+    the last of the backward, may be larger than that."""
     parameters = rank_parameters(model, layout, pp_rank)
     state = state_bytes_per_parameter(layout)
     ranks, spread = layout.data_parallel, layout.tensor_parallel
-    buckets = max(1, round(parameters / max(_BUCKET, _BUCKET_OF_RANK * ranks)))
-    gradients = parameters / buckets * state.gradients
-    if not layout.distributed_optimizer:
-        taken = collective_seconds("all_reduce", gradients, ranks, cluster, spread=spread)
-        return Reduction(buckets, taken)
-    weights = parameters / buckets * state.weights / ranks
-    taken = collective_seconds("reduce_scatter", gradients, ranks, cluster, spread=spread)
-    taken += collective_seconds("all_gather", weights, ranks, cluster, spread=spread)
-    return Reduction(buckets, taken)
+    bucket = max(_BUCKET, _BUCKET_OF_RANK * ranks)
+    buckets = max(1, round(parameters / bucket))
+    last = min(parameters, bucket)
+    if layout.has_embedding(pp_rank):
+        rows = model.padded_vocab_size // layout.tensor_parallel
+        last = min(parameters, max(last, rows * model.hidden_size))
+
+    def seconds(numbers: float) -> float:
+        gradients = numbers * state.gradients
+        if not layout.distributed_optimizer:
+            return collective_seconds("all_reduce", gradients, ranks, cluster, spread=spread)
+        weights = numbers * state.weights / ranks
+        return collective_seconds(
+            "reduce_scatter", gradients, ranks, cluster, spread=spread
+        ) + collective_seconds("all_gather", weights, ranks, cluster, spread=spread)
+
+    return Reduction(buckets, buckets * seconds(parameters / buckets), seconds(last))
+
+
+def tied_embedding_seconds(model: Model, layout: Layout, cluster: Cluster) -> float:
+    """Of the all-reduce of a tied embedding's gradient between the first and the last stage."""
+    if not model.tied or layout.pipeline_parallel == 1:
+        return 0.0
+    rows = model.padded_vocab_size // layout.tensor_parallel
+    size = rows * model.hidden_size * state_bytes_per_parameter(layout).gradients
+    spread = layout.gpus // layout.pipeline_parallel * (layout.pipeline_parallel - 1)
+    return collective_seconds("all_reduce", size, 2, cluster, spread=spread)

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def schedule_seconds(stages: Sequence[float], micro_batches: int, virtual_stages: int = 1) -> float:
-    """Of one iteration; `stages` are the times of one micro-batch, forward and backward."""
-    slowest = max(stages)
-    return micro_batches * slowest + bubble_seconds(stages, virtual_stages)
-
-
 def bubble_seconds(stages: Sequence[float], virtual_stages: int = 1) -> float:
-    """The time for which the slowest stage waits for the others."""
+    """The time for which the slowest stage waits for the others; `stages` are the times of one
+    micro-batch, forward and backward."""
     others = sorted(stages)[:-1]
     return sum(others) / virtual_stages
 
 
-def exposed_transfers(stages: int, virtual_stages: int = 1) -> int:
-    """Tensors between stages that nothing hides: on the way of the first micro-batch forward and of
-    the last one backward. Those in between travel while other micro-batches compute."""
-    return 2 * (stages * virtual_stages - 1)
+def exposed_transfers(stages: int, micro_batches: int, virtual_stages: int = 1) -> int:
+    """Tensors between stages that nothing hides.
+
+    Megatron's plain schedule waits for each: two a micro-batch (its activations forward, its
+    gradient backward), and those on the way of the first one forward and of the last one backward.
+    The interleaved schedule overlaps all but the latter.
+    """
+    if stages == 1:
+        return 0
+    way = 2 * (stages * virtual_stages - 1)
+    return way if virtual_stages > 1 else way + 2 * (micro_batches - 1)

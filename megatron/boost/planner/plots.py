@@ -39,16 +39,21 @@ def planner_figure(
         ValueError: for a model that the tensor-parallel size does not divide.
     """
     layout = layout_of(workload, tensor_parallel, micro_batch)
-    found = variants(workload.model, tensor_parallel)
-    for variant in found:
-        validate_layout(variant.model, layout)
+    found, _ = divisible_variants(workload, cluster, tensor_parallel)
     figure = Figure(figsize=(12, 8), layout="constrained")
     panels = figure.subplots(2, 2)
     _against_ratio(panels[0][0], found, layout, cluster)
     _against_tensor_parallel(panels[0][1], workload, cluster, micro_batch)
     _against_link_rate(panels[1][0], found, layout, cluster)
     _memory(panels[1][1], found, layout, cluster)
-    for axes in panels.flat:
+    figure.suptitle(
+        f"{workload.model.low_rank.arch}, d {workload.model.hidden_size}, "
+        f"{workload.model.num_layers} layers, TP {tensor_parallel}, micro-batch {micro_batch}, "
+        f"{cluster.name}"
+    )
+    titles = ("Rank", "Tensor-parallel size", "Link rate", "Memory")
+    for axes, title in zip(panels.flat, titles, strict=True):
+        axes.set_title(title)
         finish_axes(axes)
         axes.set_ylim(bottom=0)
     panels[0][0].legend(frameon=False)

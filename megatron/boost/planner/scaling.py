@@ -11,7 +11,6 @@ from megatron.boost.planner.layouts import (
     Plan,
     Strategy,
     Workload,
-    fastest,
     find_plans,
     require_gpus,
 )
@@ -26,7 +25,7 @@ class Point:
     plan: Plan
     workload: Workload
     efficiency: float
-    """Tokens per second and GPU, over those of the smallest number of GPUs."""
+    """Tokens per second and GPU, over those of the number of GPUs that has most."""
 
     @property
     def seconds_without_overlap(self) -> float:
@@ -49,7 +48,7 @@ def scaling(
         ValueError: where no number has a layout.
     """
     require_gpus(cluster, gpus)
-    points: list[Point] = []
+    found: list[tuple[Plan, Workload]] = []
     for number in _numbers(cluster, gpus):
         batch = workload.global_batch
         if kind == "weak":
@@ -61,16 +60,13 @@ def scaling(
             plans, _ = find_plans(here, cluster, number, [strategy])
         except ValueError:
             continue
-        best = fastest(plans)
-        assert best is not None
-        first = points[0].plan if points else best
-        efficiency = (best.tokens_per_second / number) / (first.tokens_per_second / first.gpus)
-        points.append(Point(best, here, efficiency))
-    if not points:
+        found.append((plans[0], here))
+    if not found:
         # For its message: the largest number has the best chance.
         find_plans(workload, cluster, gpus, [strategy])
         raise ValueError(f"--gpus {gpus}: no number of GPUs up to that has a layout")
-    return points
+    most = max(plan.tokens_per_second / plan.gpus for plan, _ in found)
+    return [Point(plan, here, plan.tokens_per_second / plan.gpus / most) for plan, here in found]
 
 
 def _numbers(cluster: Cluster, gpus: int) -> list[int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.boost.accounting.sizes import Layout
 from megatron.boost.planner.analysis import (
     PAPER_VANILLA_OVER_BTP,
+    Variant,
+    divisible_variants,
     largest_micro_batch,
     layout_of,
     product_figures,
-    variants,
     volume,
 )
 from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.layouts import Workload
+from megatron.boost.planner.microbenchmarks import ATTENTION, MLP
 from megatron.boost.planner.published import PUBLISHED_UTILISATION
 from megatron.boost.planner.reports.report import Report
 
@@ -30,7 +34,9 @@ def analysis_report(
     """
     report = Report()
     layout = layout_of(workload, tensor_parallel, micro_batch)
-    found = variants(workload.model, tensor_parallel)
+    found, refusals = divisible_variants(workload, cluster, tensor_parallel)
+    for refusal in refusals:
+        report.say(refusal)
     for variant in found:
         figures = product_figures(variant.model, layout, cluster)
         report.table(
@@ -58,17 +64,16 @@ def analysis_report(
         key = _key(variant.title)
         report.flat[f"{key}_gemm_gflop"] = flops / 1e9
         report.flat[f"{key}_gemm_ms"] = 1e3 * seconds
-    _collectives(report, workload, cluster, tensor_parallel, micro_batch)
-    _utilisation(report, workload, cluster, tensor_parallel)
+    _collectives(report, found, layout, cluster)
+    _utilisation(report, found, workload, cluster, tensor_parallel)
     return report
 
 
 def _collectives(
-    report: Report, workload: Workload, cluster: Cluster, tensor_parallel: int, micro_batch: int
+    report: Report, found: Sequence[Variant], layout: Layout, cluster: Cluster
 ) -> None:
-    layout = layout_of(workload, tensor_parallel, micro_batch)
     rows, forward_bytes = [], {}
-    for variant in variants(workload.model, tensor_parallel):
+    for variant in found:
         forward, backward = (volume(variant.model, layout, p) for p in ("forward", "backward"))
         most = largest_micro_batch(variant.model, layout, cluster)
         recomputed = replace(layout, recompute="full")
@@ -108,28 +113,36 @@ def _collectives(
         ],
         rows,
     )
-    if tensor_parallel > 1:
-        paper = forward_bytes["vanilla, replicated attention"] / forward_bytes["BTP"]
-        report.flat["vanilla_over_btp_forward_volume"] = paper
+    vanilla = forward_bytes.get("vanilla, replicated attention")
+    if layout.tensor_parallel > 1 and vanilla is not None:
+        quotient = vanilla / forward_bytes["BTP"]
+        report.flat["vanilla_over_btp_forward_volume"] = quotient
         report.say(
-            f"Vanilla's forward sends {paper:.1f} times the bytes of BTP's; the paper says about "
+            f"The tensors that vanilla with replicated attention hands over in a forward have "
+            f"{quotient:.1f} times the bytes of BTP's; the paper says about "
             f"{PAPER_VANILLA_OVER_BTP}."
         )
 
 
 def _utilisation(
-    report: Report, workload: Workload, cluster: Cluster, tensor_parallel: int
+    report: Report,
+    found: Sequence[Variant],
+    workload: Workload,
+    cluster: Cluster,
+    tensor_parallel: int,
 ) -> None:
     """The published utilisations of the 7B at TP 4 on an A100 beside what the model says of this
     model on this cluster."""
     rows = []
     titles = {"BTP": "BTP", "vanilla": "vanilla, replicated attention"}
-    models = {variant.title: variant.model for variant in variants(workload.model, tensor_parallel)}
+    models = {variant.title: variant.model for variant in found}
     for (strategy, block), published in PUBLISHED_UTILISATION.items():
+        if titles[strategy] not in models:
+            continue
         here = []
         for micro_batch in published:
             layout = layout_of(workload, tensor_parallel, micro_batch)
-            members = _ATTENTION if block == "attention" else _MLP
+            members = ATTENTION if block == "attention" else MLP
             figures = [
                 figure
                 for figure in product_figures(models[titles[strategy]], layout, cluster)
@@ -149,10 +162,6 @@ def _utilisation(
         ["", *(f"micro-batch {number}" for number in (1, 2, 4, 8))],
         rows,
     )
-
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def _key(title: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH_IN_A_FILE = 200
+_LEAST_WIDTH = 150
 
 
 @dataclass
@@ -34,8 +34,9 @@ class Report:
         self.blocks.append(table)
 
     def show(self) -> None:
-        """Print on standard output; lines are broken only where that is a terminal."""
-        width = None if sys.stdout.isatty() else _WIDTH_IN_A_FILE
+        """Print on standard output. No figure is cut for want of room: in a narrow terminal a
+        table's lines go on in the next one."""
+        width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
         console = Console(width=width, highlight=False, markup=False)
         for block in self.blocks:
             console.print(block, soft_wrap=isinstance(block, str))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.layouts import Strategy, Workload
 from megatron.boost.planner.memory import GIB
@@ -9,15 +11,31 @@ from megatron.boost.planner.reports.plan import name_of
 from megatron.boost.planner.reports.report import Report
 from megatron.boost.planner.scaling import Point, Scaling, scaling
 
-_STRATEGIES: tuple[Strategy, ...] = ("btp", "full-rank")
 
+def scaling_report(
+    workload: Workload,
+    cluster: Cluster,
+    gpus: int,
+    kind: Scaling,
+    strategies: Sequence[Strategy],
+) -> Report:
+    """A table for each strategy that has a layout.
 
-def scaling_report(workload: Workload, cluster: Cluster, gpus: int, kind: Scaling) -> Report:
-    """A table for the low-rank and one for the full-rank model."""
+    Raises:
+        ValueError: where none has.
+    """
     report = Report()
-    for strategy in _STRATEGIES:
+    refusals: list[ValueError] = []
+    for strategy in strategies:
         model = "full-rank" if strategy == "full-rank" else workload.model.low_rank.arch
-        points = scaling(workload, cluster, gpus, kind, strategy)
+        try:
+            points = scaling(workload, cluster, gpus, kind, strategy)
+        except ValueError as refusal:
+            refusals.append(refusal)
+            if len(refusals) == len(strategies):
+                raise
+            report.say(f"The {model} model has no layout: {refusal}")
+            continue
         report.table(
             f"{kind.capitalize()} scaling of the {model} model, {cluster.name}",
             _COLUMNS,
@@ -29,9 +47,9 @@ def scaling_report(workload: Workload, cluster: Cluster, gpus: int, kind: Scalin
             report.flat[f"{key}_tokens_per_second"] = point.plan.tokens_per_second
             report.flat[f"{key}_efficiency"] = point.efficiency
     report.say(
-        "Efficiency: tokens per second and GPU over those of the first row. Exposed DP, bubble and "
-        "exposed TP: percent of the iteration. No overlap: seconds of an iteration whose gradients "
-        "are reduced after the backward."
+        "Efficiency: tokens per second and GPU over those of the row that has most. Exposed DP, "
+        "bubble and exposed TP: percent of the iteration. No overlap: seconds of an iteration "
+        "whose gradients are reduced after the backward."
     )
     return report
 
@@ -66,7 +84,7 @@ def _row(point: Point) -> list[str]:
 
     return [
         f"{plan.gpus:,}",
-        f"{-(-plan.gpus // plan.cluster.gpus_per_node):,}",
+        f"{plan.nodes:,}",
         f"{point.workload.global_batch:,}",
         name_of(plan),
         str(layout.tensor_parallel),
