@@ -36,6 +36,10 @@ from megatron.boost.planner.sweep import (
 _EPS = 1e-6
 _WARM_UP_ROUNDS = 1
 _SEED = 1234
+_QUEUEING_SECONDS = 50e-6
+"""That the host takes at most to queue a call."""
+_CYCLES_PER_SECOND = 2e9
+"""At least as many as any clock of a GPU makes."""
 
 Prepare = Callable[[], Callable[[], object]]
 """Makes what is called, outside of the time."""
@@ -109,22 +113,27 @@ def _in_turns(
     for call, prepare in calls.items():
         run = prepare()
         run()
-        often[call] = max(1, math.ceil(sweep.seconds / _seconds(run, 1, device)))
+        alone = _seconds(run, 1, device, queued=False)
+        often[call] = max(1, math.ceil(sweep.seconds / alone))
     for number in range(-_WARM_UP_ROUNDS, sweep.rounds):
         for call, prepare in calls.items():
-            taken = _seconds(prepare(), often[call], device)
+            queued = not isinstance(call, LayerCall)
+            taken = _seconds(prepare(), often[call], device, queued=queued)
             if number >= 0:
                 seconds[call].append(taken)
     return {call: median(found) for call, found in seconds.items()}
 
 
-def _seconds(run: Callable[[], object], often: int, device: torch.device) -> float:
-    """Of one call, on the slowest rank, so that all ranks know the same."""
+def _seconds(run: Callable[[], object], often: int, device: torch.device, *, queued: bool) -> float:
+    """Of one call, on the slowest rank, so that all ranks know the same. With `queued` a GPU is
+    kept busy while the host queues the calls, so that it never waits for the host in them."""
     distributed.barrier()
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        if queued:
+            torch.cuda._sleep(int(often * _QUEUEING_SECONDS * _CYCLES_PER_SECOND))
         begin.record()
         for _ in range(often):
             run()
@@ -180,7 +189,7 @@ def _attention_backward(call: AttentionCall, operands: Walk) -> Callable[[], obj
 
 def _kernels(sweep: Sweep, operands: Walk) -> Iterator[tuple[Call, Prepare]]:
     """The ops of our layers, with the bytes that `elementwise` counts."""
-    n, d, head = sweep.tokens, sweep.hidden[-1], min(64, sweep.hidden[-1])
+    n, d, head = sweep.tokens, sweep.hidden[0], min(64, sweep.hidden[0])
     r, f = d // 4, 11 * d // 4
     take = operands.next
     gamma, cos, sin = take(d).clone(), take(n, head).clone(), take(n, head).clone()

@@ -89,7 +89,7 @@ class Sweep:
     """n, of a micro-batch."""
     hidden: tuple[int, ...]
     """Sizes d: products are those of projections between d, r = d/4 and f = 11·d/4, whole and
-    halved by tensor parallelism; the small kernels have the last."""
+    halved by tensor parallelism; the small kernels have the first."""
     attention: tuple[tuple[int, int, int], ...]
     """(heads, head size, sequence length), of so many sequences that they have n tokens."""
     messages: tuple[int, ...]
@@ -130,18 +130,18 @@ class Sweep:
 
 CPU_SWEEP = Sweep(
     tokens=2048,
-    hidden=(512, 1024),
-    attention=((8, 64, 512), (16, 64, 512), (8, 64, 1024)),
+    hidden=(1024, 1536),
+    attention=((8, 64, 512), (16, 64, 512)),
     messages=tuple(2**exponent for exponent in (12, 16, 20, 21, 22, 23, 24)),
     copied_bytes=2**26,
     walk_bytes=2**28,
     seconds=0.01,
-    rounds=5,
+    rounds=4,
 )
 CUDA_SWEEP = Sweep(
-    tokens=4096,
-    hidden=(2048, 4096, 8192),
-    attention=((8, 128, 4096), (32, 128, 4096), (32, 64, 2048)),
+    tokens=16384,
+    hidden=(4096, 8192),
+    attention=((8, 128, 4096), (32, 128, 4096)),
     messages=tuple(2**exponent for exponent in range(14, 28, 2)),
     copied_bytes=2**30,
     walk_bytes=2**31,
