@@ -18,12 +18,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from boost_layers.config import LowRankConfig
+from megatron.boost.accounting import Layout, Model, validate_layout
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
 from megatron.boost.planner.cluster import load_cluster, presets
 from megatron.boost.planner.layouts import STRATEGIES, Workload
 from megatron.boost.planner.models import SIZES, load_model
+from megatron.boost.planner.published import PUBLISHED_ON
 from megatron.boost.planner.reports.analysis import analysis_report
 from megatron.boost.planner.reports.plan import plan_report
+from megatron.boost.planner.reports.plots import plots_report
 from megatron.boost.planner.reports.report import Report
 from megatron.boost.planner.reports.scaling import scaling_report
 from megatron.boost.planner.reports.validation import validation_report
@@ -41,19 +44,36 @@ def main(argv: Sequence[str] | None) -> None:
 def _report(args: argparse.Namespace) -> Report:
     cluster = load_cluster(args.gpu)
     if args.validate:
+        if args.gpu in presets() and args.gpu != PUBLISHED_ON:
+            raise ValueError(
+                f"--gpu {args.gpu}: the published times are {PUBLISHED_ON}'s; "
+                f"nearest legal value: {PUBLISHED_ON}"
+            )
         return validation_report(cluster)
-    low_rank = LowRankConfig(arch=args.arch, ratio=args.ratio, rank=args.rank)
     workload = Workload(
-        model=load_model(args.model, low_rank),
+        model=_model(args),
         sequence_length=args.seq_length,
         global_batch=args.global_batch_size,
         dtype=args.dtype or next(iter(cluster.compute)),
     )
+    if args.plot is not None:
+        return plots_report(workload, cluster, args.gpus, args.micro_batch_size, args.plot)
     if args.analyse:
         return analysis_report(workload, cluster, args.gpus, args.micro_batch_size)
     if args.scaling is not None:
         return scaling_report(workload, cluster, args.gpus, args.scaling)
     return plan_report(workload, cluster, args.gpus, args.strategies, args.top)
+
+
+def _model(args: argparse.Namespace) -> Model:
+    """Refusals name the tool's flags, which are shorter than those of training."""
+    try:
+        low_rank = LowRankConfig(arch=args.arch, ratio=args.ratio, rank=args.rank)
+        model = load_model(args.model, low_rank)
+        validate_layout(model, Layout(sequence_length=args.seq_length, micro_batch_size=1))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--low-rank-", "--")) from None
+    return model
 
 
 def _parser() -> ToolParser:
@@ -112,7 +132,7 @@ def _parser() -> ToolParser:
         type=whole_number(1),
         default=4,
         metavar="N",
-        help="with --analyse (%(default)s)",
+        help="with --analyse and --plot (%(default)s)",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -123,6 +143,13 @@ def _parser() -> ToolParser:
         action="store_true",
         help="one block's products and collectives, and the largest micro-batch, with --gpus as "
         "the tensor-parallel size",
+    )
+    mode.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PREFIX",
+        help="draw time against rank, TP size and link rate, and memory against micro-batch, with "
+        "--gpus as the tensor-parallel size, to PREFIX.png and PREFIX.html",
     )
     mode.add_argument(
         "--scaling",

@@ -26,7 +26,7 @@ from megatron.boost.planner.fit import Fit, fit_relative
 from megatron.boost.planner.host import tiny_layer_operations
 from megatron.boost.planner.iteration import DTYPES
 from megatron.boost.planner.memory import GIB
-from megatron.boost.planner.microbenchmarks import time_calls, time_collectives, time_host
+from megatron.boost.planner.timing import time_calls, time_collectives, time_host
 from megatron.boost.planner.sweep import (
     CPU_SWEEP,
     CUDA_SWEEP,

@@ -175,6 +175,11 @@ def _value(described: Field[Any], hint: Any, value: Any, flag: str, name: str) -
         if not isinstance(value, dict) or not value:
             raise ValueError(f"{flag}: {name} is an empty table ({described.metadata['meaning']})")
         inner = _of_mapping(hint)
+        wrong = [key for key in value if inner is float and not (key.isdecimal() and int(key) > 1)]
+        if wrong:
+            raise ValueError(
+                f"{flag}: {name}.{wrong[0]} is no number of ranks; nearest legal value: {name}.2"
+            )
         return {key: _value(described, inner, v, flag, f"{name}.{key}") for key, v in value.items()}
     if hint is str:
         if not isinstance(value, str):

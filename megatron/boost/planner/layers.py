@@ -32,16 +32,17 @@ def stage_layer_phases(
     computed again belongs to the backward."""
     forward, backward = Phase(), Phase()
     checkpointed = checkpointed_layers(model, layout, pp_rank)
-    known: dict[Hashable, tuple[Phase, Phase]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for layer in layout.layers(model, pp_rank):
-        again = layer in checkpointed
-        kind = (model.settings(layer), model.place(layer).crosses, again)
-        if kind not in known:
-            known[kind] = layer_phases(
-                model, layout, layer, cluster, dtype, implementation, checkpointed=again
-            )
-        forward += known[kind][0]
-        backward += known[kind][1]
+        kind = (model.settings(layer), model.place(layer).crosses, layer in checkpointed)
+        alike.setdefault(kind, []).append(layer)
+    for layers in alike.values():
+        again = layers[0] in checkpointed
+        phases = layer_phases(
+            model, layout, layers[0], cluster, dtype, implementation, checkpointed=again
+        )
+        forward += phases[0] * len(layers)
+        backward += phases[1] * len(layers)
     for (phase, operation), traffic in border_collectives(model, layout, pp_rank).items():
         each = traffic.bytes / traffic.calls
         taken = collective_seconds(operation, each, layout.tensor_parallel, cluster)

@@ -110,7 +110,7 @@ def find_plans(
         ValueError: for a number of GPUs that the cluster does not have, and where no layout
             divides the model or none fits.
     """
-    _require_gpus(cluster, gpus)
+    require_gpus(cluster, gpus)
     fitting: list[Plan] = []
     too_large: list[Plan] = []
     for plan in _candidates(workload, cluster, gpus, strategies):
@@ -122,13 +122,27 @@ def find_plans(
         )
     if not fitting:
         least = min(plan.memory.total for plan in too_large) / GIB
+        enough = _enough_gpus(workload, cluster, gpus, strategies)
         raise ValueError(
             f"--gpus {gpus}: no layout fits: the smallest needs {least:.1f} GiB on one GPU, and "
-            f"{cluster.name} has {cluster.memory.capacity_gib:g} GiB; "
-            f"nearest legal value: more GPUs, for example {2 * gpus}"
+            f"{cluster.name} has {cluster.memory.capacity_gib:g} GiB; nearest legal value: "
+            + (str(enough) if enough else "a smaller model or a shorter sequence")
         )
     fitting.sort(key=lambda plan: plan.seconds)
     return fitting, len(too_large)
+
+
+def _enough_gpus(
+    workload: Workload, cluster: Cluster, gpus: int, strategies: Sequence[Strategy]
+) -> int | None:
+    """Twice as many, and again, until a layout fits; None where that never happens."""
+    while 2 * gpus <= cluster.most_gpus:
+        gpus *= 2
+        if gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node:
+            return None
+        if any(plan.fits for plan in _candidates(workload, cluster, gpus, strategies)):
+            return gpus
+    return None
 
 
 def fastest(plans: Sequence[Plan], strategy: Strategy | None = None) -> Plan | None:
@@ -137,7 +151,8 @@ def fastest(plans: Sequence[Plan], strategy: Strategy | None = None) -> Plan | N
     return found[0] if found else None
 
 
-def _require_gpus(cluster: Cluster, gpus: int) -> None:
+def require_gpus(cluster: Cluster, gpus: int) -> None:
+    """Raise ValueError for a number of GPUs that the cluster does not have in whole nodes."""
     if gpus > cluster.most_gpus:
         raise ValueError(
             f"--gpus {gpus}: {cluster.name} has {cluster.most_gpus}; "
@@ -155,8 +170,7 @@ def _candidates(
     workload: Workload, cluster: Cluster, gpus: int, strategies: Sequence[Strategy]
 ) -> Iterator[Plan]:
     """All layouts that divide model, batch and GPUs. Tensor parallelism stays within a node: across
-    nodes its collectives, several a layer, would run at the network's rate. A larger micro-batch
-    than the first that does not fit is left out."""
+    nodes its collectives, several a layer, would run at the network's rate."""
     for strategy in strategies:
         for tp in _divisors(min(gpus, cluster.gpus_per_node), gpus):
             model = _model_of(workload.model, strategy, tp)
@@ -176,35 +190,51 @@ def _of_grid(
     if workload.global_batch % dp:
         return
     sequences = workload.global_batch // dp
-    for recompute in _recomputes(strategy):
+    for by_sequence in (False, True) if strategy == "full-rank" and tp > 1 else (False,):
+        for virtual in _virtual_stages(model, pp):
+            layout = Layout(
+                sequence_length=workload.sequence_length,
+                micro_batch_size=1,
+                tensor_parallel=tp,
+                pipeline_parallel=pp,
+                virtual_stages=virtual,
+                data_parallel=dp,
+                sequence_parallel=by_sequence or (strategy == "btp" and tp > 1),
+                dtype=DTYPES[workload.dtype],
+                distributed_optimizer=dp > 1,
+            )
+            if not _divides(model, layout):
+                return
+            micro_batches = [
+                size
+                for size in _divisors(_LARGEST_MICRO_BATCH, sequences)
+                if virtual == 1 or sequences // size % pp == 0
+            ]
+            plan = Plan(strategy, model, layout, cluster)
+            yield from _with_micro_batches(plan, micro_batches, sequences)
+
+
+def _with_micro_batches(plan: Plan, micro_batches: Sequence[int], sequences: int) -> Iterator[Plan]:
+    """The plan with every micro-batch that fits, in the first way to recompute that it fits with,
+    and the first that fits in none: recompute never makes the same layout faster."""
+    for recompute in _recomputes(plan.strategy):
         granularity: Recompute = "full" if recompute == "full" else "none"
-        settings = replace(model.low_rank, recompute=recompute == "latents")
-        recomputing = replace(model, low_rank=settings)
-        for by_sequence in (False, True) if strategy == "full-rank" and tp > 1 else (False,):
-            for virtual in _virtual_stages(model, pp):
-                for micro_batch in _divisors(_LARGEST_MICRO_BATCH, sequences):
-                    micro_batches = sequences // micro_batch
-                    if virtual > 1 and micro_batches % pp:
-                        continue
-                    layout = Layout(
-                        sequence_length=workload.sequence_length,
-                        micro_batch_size=micro_batch,
-                        micro_batches=micro_batches,
-                        tensor_parallel=tp,
-                        pipeline_parallel=pp,
-                        virtual_stages=virtual,
-                        data_parallel=dp,
-                        sequence_parallel=by_sequence or (strategy == "btp" and tp > 1),
-                        dtype=DTYPES[workload.dtype],
-                        distributed_optimizer=dp > 1,
-                        recompute=granularity,
-                    )
-                    plan = Plan(strategy, recomputing, layout, cluster)
-                    if not _divides(plan):
-                        break
-                    yield plan
-                    if not plan.fits:
-                        break
+        settings = replace(plan.model.low_rank, recompute=recompute == "latents")
+        model = replace(plan.model, low_rank=settings)
+        for position, size in enumerate(micro_batches):
+            layout = replace(
+                plan.layout,
+                micro_batch_size=size,
+                micro_batches=sequences // size,
+                recompute=granularity,
+            )
+            found = replace(plan, model=model, layout=layout)
+            yield found
+            if not found.fits:
+                micro_batches = micro_batches[position:]
+                break
+        else:
+            return
 
 
 def _model_of(model: Model, strategy: Strategy, tp: int) -> Model:
@@ -227,9 +257,9 @@ def _virtual_stages(model: Model, pp: int) -> list[int]:
     return _divisors(min(_MOST_VIRTUAL_STAGES, of_stage), of_stage)
 
 
-def _divides(plan: Plan) -> bool:
+def _divides(model: Model, layout: Layout) -> bool:
     try:
-        validate_layout(plan.model, plan.layout)
+        validate_layout(model, layout)
     except ValueError:
         return False
     return True

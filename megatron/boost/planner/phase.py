@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 _SHARPNESS = 4
 """Of the maximum of device and host: they do not overlap perfectly where they are equal."""
@@ -23,12 +23,10 @@ class Phase:
     operations: float = 0.0
 
     def __add__(self, other: Phase) -> Phase:
-        return Phase(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
+        return Phase(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def __mul__(self, times: float) -> Phase:
-        return Phase(**{f.name: getattr(self, f.name) * times for f in fields(self)})
+        return Phase(**{name: value * times for name, value in vars(self).items()})
 
     @property
     def device(self) -> float:

@@ -19,7 +19,8 @@ def schedule_seconds(stages: Sequence[float], micro_batches: int, virtual_stages
 
 def bubble_seconds(stages: Sequence[float], virtual_stages: int = 1) -> float:
     """The time for which the slowest stage waits for the others."""
-    return (sum(stages) - max(stages)) / virtual_stages
+    others = sorted(stages)[:-1]
+    return sum(others) / virtual_stages
 
 
 def exposed_transfers(stages: int, virtual_stages: int = 1) -> int:

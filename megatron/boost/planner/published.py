@@ -19,6 +19,8 @@ from megatron.boost.planner.implementation import Implementation
 from megatron.boost.planner.models import SIZES, model_of_size
 
 SEQUENCE = 4096
+PUBLISHED_ON = "a100-80"
+"""The cluster, by the name of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,14 @@ from typing import Literal
 
 from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.iteration import estimate
-from megatron.boost.planner.layouts import Plan, Strategy, Workload, fastest, find_plans
+from megatron.boost.planner.layouts import (
+    Plan,
+    Strategy,
+    Workload,
+    fastest,
+    find_plans,
+    require_gpus,
+)
 
 Scaling = Literal["strong", "weak"]
 
@@ -41,6 +48,7 @@ def scaling(
     Raises:
         ValueError: where no number has a layout.
     """
+    require_gpus(cluster, gpus)
     points: list[Point] = []
     for number in _numbers(cluster, gpus):
         batch = workload.global_batch
