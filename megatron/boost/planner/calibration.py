@@ -26,7 +26,6 @@ from megatron.boost.planner.fit import Fit, fit_relative
 from megatron.boost.planner.host import tiny_layer_operations
 from megatron.boost.planner.iteration import DTYPES
 from megatron.boost.planner.memory import GIB
-from megatron.boost.planner.timing import time_calls, time_collectives, time_host
 from megatron.boost.planner.sweep import (
     CPU_SWEEP,
     CUDA_SWEEP,
@@ -40,6 +39,7 @@ from megatron.boost.planner.sweep import (
     ProductCall,
     Sweep,
 )
+from megatron.boost.planner.timing import time_calls, time_collectives, time_host
 from megatron.boost.ranks import megatron_group, run_on_ranks
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
