@@ -26,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, measure, summarise
 from benchmarks.op_cases import RankSizes, rate
-from benchmarks.ranks import run_on_ranks
 from benchmarks.report import (
     flat_provenance,
     number,
@@ -36,6 +35,7 @@ from benchmarks.report import (
 )
 from benchmarks.variants import DTYPES, Sizes
 from megatron.boost.command_line import run_tool
+from megatron.boost.ranks import run_on_ranks
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 LAYOUTS = {"by_tokens": (1, 2, 0, 3), "by_heads": (0, 1, 2, 3)}

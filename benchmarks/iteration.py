@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, merged
 from benchmarks.models import race
-from benchmarks.ranks import run_on_ranks
 from benchmarks.report import Report
 from benchmarks.variants import FULL_SIZES, guards, half_depth, strategies
 from megatron.boost.command_line import run_tool
+from megatron.boost.ranks import run_on_ranks
 
 
 def main(argv: Sequence[str] | None) -> None:

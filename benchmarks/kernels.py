@@ -19,7 +19,6 @@ from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, summarise
 from benchmarks.op_cases import OpCase, RankSizes, implementation, op_cases, rate
 from benchmarks.op_race import CONTESTANTS, COPY, MEMORY_COPY, memory_copy, race_ops, variant_key
-from benchmarks.ranks import run_on_ranks
 from benchmarks.report import (
     flat_provenance,
     number,
@@ -30,6 +29,7 @@ from benchmarks.report import (
 )
 from benchmarks.variants import DTYPES
 from megatron.boost.command_line import run_tool, whole_number
+from megatron.boost.ranks import run_on_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

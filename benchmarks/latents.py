@@ -21,7 +21,6 @@ import torch
 from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, measure, merged, summarise
 from benchmarks.models import Iteration, iterations_of, megatron_group
-from benchmarks.ranks import run_on_ranks
 from benchmarks.report import (
     flat_provenance,
     number,
@@ -32,6 +31,7 @@ from benchmarks.report import (
 )
 from benchmarks.variants import BTP, DTYPES, VANILLA, Sizes, Variant
 from megatron.boost.command_line import run_tool
+from megatron.boost.ranks import run_on_ranks
 
 RACED = (BTP, VANILLA[0])
 RANKS = (256, 512, 1024)

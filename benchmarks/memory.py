@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, merged, summarise
 from benchmarks.models import race_with_memory
-from benchmarks.ranks import run_on_ranks
 from benchmarks.report import (
     Ratio,
     flat_provenance,
@@ -30,6 +29,7 @@ from benchmarks.report import (
 )
 from benchmarks.variants import CHECKPOINTED, FULL_SIZES, Variant
 from megatron.boost.command_line import run_tool
+from megatron.boost.ranks import run_on_ranks
 
 TARGETS = {"btp_latent": 22.5, "btp_latent_residual": 18.5}
 """MiB per layer at the full sizes in fp32, TP 2."""

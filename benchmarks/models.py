@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from benchmarks.heap import bytes_in_use
 from benchmarks.plain_torch import PlainLlama
 from benchmarks.variants import DTYPES, Sizes, Variant
 from boost_layers.communication import LEDGER
-from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.ranks import megatron_group
 
 _TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
 _SEED = 1234
@@ -149,22 +148,6 @@ def _print_round(rounds: int, steps: Sequence[Step]) -> None:
     if distributed.get_rank() == 0:
         seconds = sum(step.milliseconds for step in steps) / 1000.0
         print(f"  round {steps[0].round_number + 1} of {rounds}: {seconds:.1f} s", flush=True)
-
-
-@contextlib.contextmanager
-def megatron_group(device: torch.device) -> Iterator[None]:
-    """Megatron's parallel state with the whole world as one tensor-parallel group."""
-    with megatron_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
-        from megatron.core import parallel_state, tensor_parallel
-
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=distributed.get_world_size()
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(_SEED)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ r"""Which layout trains a model fastest on a cluster, how long an iteration take
     python tools/plan.py --model 7B --gpus 8 --gpu a100-80 --arch cola --ratio 0.25
     python tools/plan.py --model llama/config.json --gpus 512 --gpu my-cluster.toml
     python tools/plan.py --validate
+    python tools/plan.py --calibrate my-machine.toml
     python tools/plan.py --model 7B --gpus 4 --gpu a100-80 --analyse
     python tools/plan.py --model 40B --gpus 8192 --gpu h100 --scaling weak --global-batch-size 16384
 
@@ -20,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from boost_layers.config import LowRankConfig
 from megatron.boost.accounting import Layout, Model, validate_layout
-from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
+from megatron.boost.command_line import ToolParser, output_file, run_tool, whole_number, write_json
 from megatron.boost.planner.cluster import load_cluster, presets
 from megatron.boost.planner.layouts import STRATEGIES, Workload
 from megatron.boost.planner.models import SIZES, function_flags, load_model
 from megatron.boost.planner.published import PUBLISHED_ON
 from megatron.boost.planner.reports.analysis import analysis_report
+from megatron.boost.planner.reports.calibration import calibration_report
 from megatron.boost.planner.reports.plan import plan_report
 from megatron.boost.planner.reports.plots import plots_report
 from megatron.boost.planner.reports.report import Report
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None) -> None:
 def _report(args: argparse.Namespace) -> Report:
     """What the mode asks for; a flag that the mode has no use for is refused."""
     mode = next((name for name in _FLAGS_OF_MODE if getattr(args, name, None)), "rank")
+    given_for_calibration = args.gpu, args.gpus, args.dtype
     for name, default in _DEFAULTS.items():
         given = getattr(args, name)
         if given is not None and name not in _FLAGS_OF_MODE[mode]:
@@ -55,7 +58,7 @@ def _report(args: argparse.Namespace) -> Report:
             )
         setattr(args, name, default if given is None else given)
     if mode == "calibrate":
-        return calibration_report(args.output, args.gpu, args.gpus, args.dtype)
+        return calibration_report(args.calibrate, *given_for_calibration)
     cluster = load_cluster(args.gpu)
     if mode == "validate":
         if args.gpu in presets() and args.gpu != PUBLISHED_ON:
@@ -169,6 +172,15 @@ def _parser() -> ToolParser:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--validate", action="store_true", help="predicted against published iteration times"
+    )
+    mode.add_argument(
+        "--calibrate",
+        type=output_file,
+        nargs="?",
+        const=Path("this-machine.toml"),
+        metavar="FILE",
+        help="measure this machine and write its file (this-machine.toml); --gpu then names the "
+        "cluster that says what one machine cannot show, --gpus the number of ranks",
     )
     mode.add_argument(
         "--analyse",

@@ -21,12 +21,13 @@ from torch import distributed
 from benchmarks.gpu.plan import DTYPE, TP, WHOLE_LAYERS, Measured, Plan, key_of
 from benchmarks.gpu.report import Section
 from benchmarks.gpu.timing import Stopwatch, present
-from benchmarks.models import batch_of, iterations_of, megatron_group
+from benchmarks.models import batch_of, iterations_of
 from benchmarks.op_cases import Prepared
 from benchmarks.report import number
 from benchmarks.variants import BTP, FULL_RANK, VANILLA, Variant
 from boost_layers import ops
 from boost_layers.ops.dispatch import Implementation
+from megatron.boost.ranks import megatron_group
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("csrc", "triton", "reference")
 STRATEGIES = (BTP, FULL_RANK[0], VANILLA[0])

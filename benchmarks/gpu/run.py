@@ -27,9 +27,9 @@ from benchmarks.gpu import extension
 from benchmarks.gpu.plan import TP, WHOLE_LAYERS, Measured, Plan
 from benchmarks.gpu.report import GpuReport
 from benchmarks.gpu.steps import MEASURING, extension_in_use, measure, sections
-from benchmarks.ranks import run_on_ranks
 from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_text
 from megatron.boost.machine import describe_machine
+from megatron.boost.ranks import run_on_ranks
 
 STEPS = ("build", "tests", *MEASURING)
 _REPEATS, _QUICK_REPEATS = 50, 2

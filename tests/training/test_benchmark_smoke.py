@@ -64,6 +64,32 @@ def test_the_attention_benchmark_judges_by_the_products(tmp_path: Path) -> None:
 
 
 @pytest.mark.program
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    done = run(
+        "--quick",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--results",
+        str(tmp_path),
+        script="planner",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    errors = []
+    for key in ("btp", "full_rank", "vanilla_sliced", "tp1_full_rank", "tp1_low_rank", "tp1_btp"):
+        error = 100.0 * (result[f"{key}_predicted_ms"] / result[f"{key}_ms"] - 1)
+        assert result[f"{key}_predicted_error_percent"] == pytest.approx(error)
+        assert result[f"{key}_preset_ms"] > 0
+        errors.append(abs(error))
+    assert result["predicted_worst_error_percent"] >= max(errors)
+    assert result["ranks_2_node.bus_gb_per_s.2"] > 0
+    assert result["ranks_1_gpus_per_node"] == 1
+    (page,) = tmp_path.glob("planner-*.md")
+    assert page.read_text() in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.program
 def test_the_memory_benchmark_measures_what_layers_keep(tmp_path: Path) -> None:
     """A tiny layer's tensors, with up to 32 KiB of Python's own objects beside them."""
     done = run("--quick", "--json", str(tmp_path / "result.json"), script="memory")

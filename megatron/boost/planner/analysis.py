@@ -92,8 +92,8 @@ def divisible_variants(
     """
     if tensor_parallel > cluster.gpus_per_node:
         raise ValueError(
-            f"--gpus {tensor_parallel}: is the tensor-parallel size here, which stays within a node "
-            f"of {cluster.gpus_per_node}; nearest legal value: {cluster.gpus_per_node}"
+            f"--gpus {tensor_parallel}: is the tensor-parallel size here, which stays within a "
+            f"node of {cluster.gpus_per_node}; nearest legal value: {cluster.gpus_per_node}"
         )
     found, refusals = [], []
     for variant in variants(workload.model, tensor_parallel):

@@ -24,8 +24,12 @@ class Implementation:
     """Where backward all-reduces run beside weight gradients."""
     latent_recompute_communicates: bool = False
     """Whether checkpointing at the latents issues the forward's collectives again."""
+    gradient_buffers: bool = True
+    """Whether every weight gradient is added to a buffer, as Megatron's data-parallel wrapper has
+    it. Else it stays where it was computed, as PyTorch leaves it where there is none to add to, in
+    an iteration of one micro-batch."""
     fused_accumulation: bool = True
-    """Whether weight gradients are accumulated by the GEMMs that compute them."""
+    """Whether weight gradients are accumulated in buffers by the GEMMs that compute them."""
 
 
 BOOST = Implementation(name="boost")

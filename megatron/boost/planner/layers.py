@@ -88,9 +88,11 @@ def layer_phases(
     )
     gradients = [gradient for p in products for gradient in (p.input_gradient, p.weight_gradient)]
     weights = layer_parameters(model, layer) / layout.tensor_parallel
-    accumulated = weights * accumulation_bytes_per_parameter(
-        layout, fused=implementation.fused_accumulation
-    )
+    accumulated = 0.0
+    if implementation.gradient_buffers:
+        accumulated = weights * accumulation_bytes_per_parameter(
+            layout, fused=implementation.fused_accumulation
+        )
     backward = exchange("backward") + Phase(
         gemm=products_seconds(gradients, cluster, dtype, number),
         attention=attention.backward,

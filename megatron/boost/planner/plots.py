@@ -13,7 +13,12 @@ from matplotlib.figure import Figure
 
 from megatron.boost.accounting.sizes import Layout, Model, validate_layout
 from megatron.boost.command_line import write_text
-from megatron.boost.planner.analysis import Variant, layout_of, variants
+from megatron.boost.planner.analysis import (
+    Variant,
+    divisible_variants,
+    layout_of,
+    variants,
+)
 from megatron.boost.planner.break_even import with_ratio
 from megatron.boost.planner.cluster import Cluster
 from megatron.boost.planner.iteration import estimate

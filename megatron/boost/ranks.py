@@ -1,4 +1,4 @@
-"""Starts a benchmark's ranks on this machine and collects what they return.
+"""Starts ranks on this machine for something to be measured, and collects what they return.
 
 A rank runs on one thread unless it is told otherwise, and all ranks talk over gloo on the loopback
 (CPU) or over NCCL, one GPU each (CUDA).
@@ -6,18 +6,23 @@ A rank runs on one thread unless it is told otherwise, and all ranks talk over g
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import distributed, multiprocessing
+
+from megatron.boost.cpu import megatron_on_cpu
+
+_SEED = 1234
 
 _ENVIRONMENT = {
     # gloo looks up the machine's name otherwise, and that need not resolve.
@@ -111,3 +116,21 @@ def _rank_main(
     finally:
         if init_process_group:
             distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def megatron_group(device: torch.device, tensor_parallel: int | None = None) -> Iterator[None]:
+    """Megatron's parallel state on a rank, with tensor-parallel groups of that size; None: with the
+    whole world as one."""
+    with megatron_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+        from megatron.core import parallel_state
+        from megatron.core import tensor_parallel as megatron_tensor_parallel
+
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel or distributed.get_world_size()
+        )
+        megatron_tensor_parallel.model_parallel_cuda_manual_seed(_SEED)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
