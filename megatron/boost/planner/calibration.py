@@ -314,7 +314,7 @@ def _fit_links(
     link = Link(
         latency_us=_rounded(alpha * 1e6),
         bus_gb_per_s={
-            str(size): _rounded(1 / inverse / 1e9)
+            str(size): _rounded((1 / inverse if inverse else _fastest(calls, size)) / 1e9)
             for size, inverse in zip(sizes, inverse_rates, strict=True)
         },
     )
@@ -327,6 +327,12 @@ def _fit_links(
     )
     hidden = (collective + products - both) / products
     return link, _rounded(min(max(hidden, 0.0), 1.0))
+
+
+def _fastest(calls: Mapping[CollectiveCall, float], ranks: int) -> float:
+    """Bytes a second of the collective that sent most in its time: where latency is all that shows,
+    the least that the link does."""
+    return max(_sent(call) / taken for call, taken in calls.items() if call.ranks == ranks)
 
 
 def _sent(call: CollectiveCall) -> float:

@@ -62,7 +62,8 @@ class Link:
 
     latency_us: float = _described("α: of one collective, µs", zero=True)
     bus_gb_per_s: Mapping[str, float] = _described(
-        "bytes that a rank of a ring sends in a second, GB/s, by number of ranks"
+        "bytes that a rank of a ring sends in a second, GB/s, by number of ranks; 0: no link",
+        zero=True,
     )
 
 

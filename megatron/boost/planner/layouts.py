@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -134,8 +135,13 @@ def find_plans(
             f"{cluster.name} has {cluster.memory.capacity_gib:g} GiB; nearest legal value: "
             + (str(enough) if enough else "a smaller model or a shorter sequence")
         )
-    fitting.sort(key=lambda plan: plan.seconds)
-    return fitting, len(too_large)
+    finite = [plan for plan in fitting if math.isfinite(plan.seconds)]
+    if not finite:
+        raise ValueError(
+            f"--gpus {gpus}: every layout needs a link that {cluster.name} does not have "
+            f"(bandwidth 0); nearest legal value: {cluster.gpus_per_node}"
+        )
+    return sorted(finite, key=lambda plan: plan.seconds), len(too_large)
 
 
 def _enough_gpus(

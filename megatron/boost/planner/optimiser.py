@@ -93,5 +93,6 @@ def tied_embedding_seconds(model: Model, layout: Layout, cluster: Cluster) -> fl
         return 0.0
     rows = model.padded_vocab_size // layout.tensor_parallel
     size = rows * model.hidden_size * state_bytes_per_parameter(layout).gradients
-    spread = layout.gpus // layout.pipeline_parallel * (layout.pipeline_parallel - 1)
+    # As far apart as the GPUs of the model are.
+    spread = layout.gpus // 2
     return collective_seconds("all_reduce", size, 2, cluster, spread=spread)

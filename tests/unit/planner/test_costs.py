@@ -14,9 +14,13 @@ from megatron.boost.planner.elementwise import layer_sweeps
 from megatron.boost.planner.gemm import product_seconds
 from megatron.boost.planner.iteration import estimate
 from megatron.boost.planner.memory import memory_need
-from megatron.boost.planner.optimiser import reduction, step_bytes_per_parameter
+from megatron.boost.planner.optimiser import (
+    reduction,
+    step_bytes_per_parameter,
+    tied_embedding_seconds,
+)
 from megatron.boost.planner.phase import Phase
-from megatron.boost.planner.pipeline import exposed_transfers, schedule_seconds
+from megatron.boost.planner.pipeline import bubble_seconds, exposed_transfers
 from tests.support.planned import A100, STRATEGIES, layout, model, some_models, with_node_rate
 
 PEAK = 312e12
@@ -53,6 +57,9 @@ class TestGemm:
             rates.append(product.flops / times[-1])
         assert times == sorted(times)
         assert rates == sorted(rates)
+
+    def test_a_tile_that_is_not_full_takes_as_long_as_a_full_one(self):
+        assert _seconds(_product(4096, 1025, 4096)) == _seconds(_product(4096, 1088, 4096))
 
     def test_grouping_saves_a_launch_and_bytes_but_never_costs(self):
         apart = 3 * _seconds(_product(4096, 1024, 1024))
@@ -93,22 +100,31 @@ class TestCollectives:
         fast = replace(A100, network=replace(A100.network, bus_gb_per_s={"2": 1000.0}))
         assert collective_seconds("reduce_scatter", 8e9, 8, fast) > 8e9 * 7 / 8 / 219e9
 
-    def test_a_stage_in_the_same_node_is_reached_by_the_nodes_link(self):
-        assert point_to_point_seconds(1e9, 2, A100) < point_to_point_seconds(1e9, 4, A100)
+    def test_a_pipeline_across_nodes_has_the_pace_of_the_network(self):
+        within = point_to_point_seconds(1e9, 4, A100)
+        assert within == pytest.approx(54e-6 + 1e9 / 77e9)
+        assert point_to_point_seconds(1e9, 8, A100) == pytest.approx(30e-6 + 1e9 / 22e9)
 
 
 class TestPipeline:
     def test_one_micro_batch_goes_through_the_stages_one_after_the_other(self):
-        assert schedule_seconds([1.0, 2.0, 3.0], 1) == 6.0
+        assert 3.0 + bubble_seconds([1.0, 2.0, 3.0]) == 6.0
 
     def test_equal_stages_give_the_schedules_formula(self):
         # Narayanan et al.: m·t·(1 + (p − 1)/(v·m)).
-        assert schedule_seconds([0.5] * 4, 8) == pytest.approx(8 * 0.5 * (1 + 3 / 8))
-        assert schedule_seconds([0.5] * 4, 8, 2) == pytest.approx(8 * 0.5 * (1 + 3 / 16))
+        assert 8 * 0.5 + bubble_seconds([0.5] * 4) == pytest.approx(8 * 0.5 * (1 + 3 / 8))
+        assert 8 * 0.5 + bubble_seconds([0.5] * 4, 2) == pytest.approx(8 * 0.5 * (1 + 3 / 16))
+
+    def test_the_plain_schedule_waits_for_every_transfer_and_the_interleaved_for_those_of_the_way(
+        self,
+    ):
+        assert exposed_transfers(4, 1) == 6
+        assert exposed_transfers(4, 8) == 6 + 14
+        assert exposed_transfers(4, 8, 2) == exposed_transfers(4, 64, 2) == 14
 
     def test_without_stages_there_is_neither_bubble_nor_transfer(self):
-        assert schedule_seconds([2.0], 5) == 10.0
-        assert exposed_transfers(1) == 0
+        assert bubble_seconds([2.0]) == 0
+        assert exposed_transfers(1, 5) == 0
         alone = estimate(model(STRATEGIES["btp"]), layout(2), A100)
         assert alone.bubble == alone.transfers == 0
 
@@ -157,12 +173,28 @@ class TestOptimiser:
         wide = layout(data_parallel=64, distributed_optimizer=True)
         needed = reduction(whole, wide, 0, A100)
         assert needed.buckets > 1
-        assert needed.exposed(math.inf) == needed.bucket_seconds
+        assert needed.exposed(math.inf) == needed.last_seconds
+        assert needed.last_seconds < needed.seconds
         assert needed.exposed(0.0) == pytest.approx(needed.seconds)
         hidden = estimate(whole, wide, A100)
         bare = estimate(whole, wide, A100, overlap_reduction=False)
         assert bare.data_parallel == pytest.approx(needed.seconds)
         assert hidden.data_parallel < bare.data_parallel
+
+    def test_the_last_bucket_holds_the_whole_embedding(self):
+        wide = layout(data_parallel=8, distributed_optimizer=True)
+        plain = reduction(model(STRATEGIES["btp"]), wide, 0, A100)
+        many = model(STRATEGIES["btp"], vocab_size=256000, padded_vocab_size=256000)
+        assert reduction(many, wide, 0, A100).last_seconds > 3 * plain.last_seconds
+
+    def test_a_tied_embedding_over_stages_costs_an_all_reduce_of_it(self):
+        over_stages = layout(pipeline_parallel=4, micro_batches=4)
+        tied = model(STRATEGIES["btp"], tied=True)
+        assert tied_embedding_seconds(model(STRATEGIES["btp"]), over_stages, A100) == 0
+        assert tied_embedding_seconds(tied, layout(), A100) == 0
+        # fp32 gradients of [V, d] between two of the node's GPUs.
+        expected = 54e-6 + 32000 * 2048 * 4 / 77e9
+        assert tied_embedding_seconds(tied, over_stages, A100) == pytest.approx(expected)
 
     def test_more_ranks_have_fewer_buckets(self):
         whole = model(STRATEGIES["full-rank"], "7B")
