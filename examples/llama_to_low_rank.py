@@ -1,4 +1,4 @@
-"""From a dense LLaMA to a low-rank one and back to Hugging Face, on a CPU in some three minutes.
+"""From a dense LLaMA to a low-rank one and back to Hugging Face, on a CPU in less than two minutes.
 
     python examples/llama_to_low_rank.py [--folder runs/llama-to-low-rank] [--iterations 40]
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
 POSITIONS = 128
 ROWS = 16
+MODULES = 50
 END = "<|end|>"
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     losses = {"dense LLaMA": evaluate(folder, "--hf", "llama")}
 
     tool(folder, "checkpoint/convert.py", "import --hf llama --save low-rank --low-rank-arch svd "
-         "--energy 0.99 --calibration train.txt --check")  # fmt: skip
+         "--energy 0.99 --calibration sample.txt --check")  # fmt: skip
     losses["imported by SVD"] = evaluate(folder, "--load", "low-rank")
 
     tool(folder, "preprocess_data.py", "--input train.jsonl --output-prefix train "
@@ -77,15 +78,16 @@ def main() -> None:
 
 
 def write_text(folder: Path) -> None:
-    """Text to train on, as lines of JSON and plain, and a held-out file: modules of the standard
-    library."""
+    """Text to train on, as lines of JSON and plain, a sample of it and a held-out file: modules of
+    the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in library.glob("*.py") if path.stat().st_size > 2000)
     random.Random(0).shuffle(files)
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
-    held_out, training = texts[:3], texts[3:]
+    held_out, training = texts[:3], texts[3:MODULES]
     (folder / "held-out.txt").write_text("\n".join(held_out)[:60_000], encoding="utf-8")
     (folder / "train.txt").write_text("\n".join(training), encoding="utf-8")
+    (folder / "sample.txt").write_text("\n".join(training)[:60_000], encoding="utf-8")
     lines = (json.dumps({"text": text}) + "\n" for text in training)
     (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
 

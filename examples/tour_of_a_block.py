@@ -12,7 +12,9 @@ comparing the ranks' with those of the same block on one rank, which has the sam
 from __future__ import annotations
 
 import inspect
+import logging
 import tempfile
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -20,16 +22,12 @@ from unittest import mock
 
 import gated_latent  # noqa: F401 (registers "gated", an --arch like any other)
 import torch
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import build_module
 from torch import distributed, multiprocessing
 
 from boost_layers import LowRankConfig
 from boost_layers.architecture import architecture_names
 from boost_layers.communication import LEDGER
-from boost_layers.specs import layer_spec
-from boost_layers.validation import validate_model
-from megatron.boost.command_line import ToolParser, run_tool, whole_number, write_json
+from megatron.boost.command_line import ToolParser, run_tool, write_json
 
 SEQUENCE, BATCH = 16, 2
 TOKENS = SEQUENCE * BATCH
@@ -48,13 +46,19 @@ TOLERANCE = 1e-4
 
 def main(argv=None):
     parser = ToolParser(__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=whole_number(1), default=2, help="the number of ranks")
+    parser.add_argument(
+        "--tp", type=int, choices=(1, 2, 4), default=2, help="ranks, among which heads are split"
+    )
     parser.add_argument("--strategy", choices=("btp", "vanilla", "dense"), default="btp")
     low_rank = [name for name in architecture_names() if name not in ("none", "dense")]
     parser.add_argument("--arch", choices=low_rank, default="cola", help="of a low-rank block")
     args = parser.parse_args(argv)
-    settings = settings_of(args)
-    validate_model(settings, config_of(settings, args.tp))
+    settings_of(args)
+    # Megatron names every optional package that it does without; imported once for all ranks.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import boost_layers.specs  # noqa: F401
+
     with tempfile.TemporaryDirectory(prefix="tour-") as folder:
         multiprocessing.start_processes(
             on_rank, (args, folder), nprocs=args.tp, start_method="fork"
@@ -70,6 +74,8 @@ def settings_of(args):
 
 
 def config_of(settings, tp):
+    from megatron.core.transformer import TransformerConfig
+
     return TransformerConfig(
         **SIZES,
         normalization="RMSNorm",
@@ -233,6 +239,10 @@ def recording(recorder, layer):
 
 def run_block(settings, group, alone):
     """The second layer of a model on the ranks of `group`, forward and backward."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from boost_layers.specs import layer_spec
+
     config = config_of(settings, group.size())
     groups = SimpleNamespace(tp=group, pp=alone, cp=alone)
     first, layer = (
@@ -337,7 +347,7 @@ def show(args, steps):
         if step.phase != phase:
             phase = step.phase
             print(f"\n{phase}")
-        of = "" if step.of is None else f"of {numbers[id(step.of)]}: "
+        of = "" if step.of is None else f"backward of {numbers[id(step.of)]}: "
         print(f"{numbers[id(step)]:>4}   {of}{step.title}")
         for tensor in step.tensors:
             shape = "" if tensor.whole_shape is None else str(list(tensor.whole_shape))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import DATA, MODEL, TRAINING
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -50,6 +52,17 @@ def test_a_plain_program_trains(name: str) -> None:
 
 
 @pytest.mark.program
+def test_the_script_of_a_new_architectures_page_trains_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "new-architecture.md").read_text(encoding="utf-8")
+    *_, script = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_pretrain.py").write_text(script, encoding="utf-8")
+    (tmp_path / "gated_latent.py").symlink_to(EXAMPLES / "gated_latent.py")
+    flags = ("--low-rank-arch", "gated", "--train-iters", "2")
+    printed = run_example(str(tmp_path / "my_pretrain.py"), *MODEL, *DATA, *TRAINING, *flags)
+    assert len(re.findall(r"iteration +[12]/ +2 .* lm loss: \d\.\d+E\+0\d", printed)) == 2
+
+
+@pytest.mark.program
 def test_a_tour_is_printed_and_written(tmp_path: Path) -> None:
     """What it says is right is tests/distributed/test_tour.py's to see."""
     file = tmp_path / "tour.json"
@@ -68,7 +81,7 @@ def test_a_tour_on_ranks_that_do_not_divide_is_refused_in_one_line() -> None:
         text=True,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert re.search(r"^error: --num-attention-heads 4: .*nearest legal value: ", done.stderr, re.M)
+    assert re.fullmatch(r"error: --tp: .*3 .*1, 2, 4\)\n", done.stderr)
 
 
 @pytest.mark.program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -115,6 +116,15 @@ def test_the_command_line_and_the_environment_know_it(monkeypatch: pytest.Monkey
 def test_it_is_no_model_of_another_format() -> None:
     with pytest.raises(ValueError, match="--low-rank-arch gated: is no model of another format"):
         description(LowRankConfig(arch="gated"))
+
+
+def test_the_entry_on_the_documentations_page_is_accepted() -> None:
+    page = Path(__file__).parents[2] / "docs" / "new-architecture.md"
+    source = page.read_text(encoding="utf-8").split("```python\n")[1].partition("layers =")[0]
+    with mock.patch.dict(architecture._REGISTERED):
+        del architecture._REGISTERED["gated"]
+        exec(source, {})
+        assert architecture_of("gated").elementwise
 
 
 def test_a_combine_of_another_shape_is_refused_by_name() -> None:
