@@ -51,8 +51,8 @@ def cases_of(tp: int) -> list[Case]:
     return [*(Case(variant, tp) for variant in strategies(tp)), *alone]
 
 
-def predicted(case: Case, sizes: Sizes, dtype: str, cluster: Cluster) -> Estimate:
-    """The planner's time of one iteration of `models.Iteration`."""
+def planned(case: Case, sizes: Sizes, dtype: str) -> tuple[Model, Layout]:
+    """What `models.Iteration` computes, as the planner takes it."""
     assert case.variant.layers is not None
     model = Model(
         hidden_size=sizes.hidden,
@@ -73,6 +73,12 @@ def predicted(case: Case, sizes: Sizes, dtype: str, cluster: Cluster) -> Estimat
         sequence_parallel=case.variant.sequence_parallel and case.tp > 1,
         dtype=DTYPES[dtype],
     )
+    return model, layout
+
+
+def predicted(case: Case, sizes: Sizes, dtype: str, cluster: Cluster) -> Estimate:
+    """The planner's time of one iteration of `models.Iteration`."""
+    model, layout = planned(case, sizes, dtype)
     return estimate(model, layout, cluster, implementation=BENCHMARK, optimiser=False)
 
 

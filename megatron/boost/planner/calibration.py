@@ -231,32 +231,36 @@ def _fit_memory(measured: Measurements, timings: Timings, notes: dict[str, str])
     kernels = {call: taken for call, taken in timings.items() if isinstance(call, KernelCall)}
     copied = sum(call.bytes for call in copies) / sum(copies.values())
     swept = sum(call.bytes for call in kernels) / sum(kernels.values())
-    rates = {call.name: call.bytes / taken / copied for call, taken in kernels.items()}
-    notes["memory.bandwidth_gb_per_s"] = "Measured: large copies, read and written."
-    notes["memory.elementwise_efficiency"] = "Measured, all together: " + ", ".join(
-        f"{name} {rate:.2f}" for name, rate in rates.items()
+    rates = {call.name: call.bytes / taken / 1e9 for call, taken in kernels.items()}
+    # Kernels that work in place spare the reading of what they write.
+    fastest = max(copied, swept)
+    notes["memory.bandwidth_gb_per_s"] = (
+        f"Measured: large copies, {copied / 1e9:.2f}, or the small kernels where they do better."
+    )
+    notes["memory.elementwise_efficiency"] = "Measured, all together. In GB/s: " + ", ".join(
+        f"{name} {rate:.1f}" for name, rate in rates.items()
     )
     return Memory(
         capacity_gib=_rounded(measured.capacity_bytes / GIB),
         reserved_gib=_rounded(measured.reserved_bytes / GIB),
-        bandwidth_gb_per_s=_rounded(copied / 1e9),
-        elementwise_efficiency=_rounded(swept / copied),
+        bandwidth_gb_per_s=_rounded(fastest / 1e9),
+        elementwise_efficiency=_rounded(swept / fastest),
     )
 
 
 def _fit_compute(
     timings: Timings, itemsize: int, memory: Memory, notes: dict[str, str], table: str
 ) -> Compute:
-    """`gemm`'s formula is linear in 1/rate, k½/rate and the fixed time:
-    t = flops/rate + flops/k·(k½/rate) + fixed."""
+    """`gemm`'s formula is linear in 1/rate, k½/rate, packing/bandwidth and the fixed time:
+    t = flops/rate + flops/k·(k½/rate) + bytes·(packing/bandwidth) + fixed."""
     products = {
         call: taken
         for call, taken in timings.items()
         if isinstance(call, ProductCall) and not _bound_by_memory(call, taken, memory, itemsize)
     }
-    terms = [[call.flops, call.flops / call.k, 1.0] for call in products]
+    terms = [[c.flops, c.flops / c.k, c.bytes(itemsize), 1.0] for c in products]
     fit = fit_relative(terms, list(products.values()))
-    per_flop, per_flop_over_k, fixed = fit.coefficients
+    per_flop, per_flop_over_k, per_byte, fixed = fit.coefficients
     fastest = max(call.flops / taken for call, taken in products.items())
     peak = max(fastest, 1 / per_flop)
     notes[f"{table}.peak_tflops"] = "Measured: the fastest product, or a faster fit."
@@ -278,6 +282,7 @@ def _fit_compute(
         gemm_efficiency=_rounded(1 / (per_flop * peak)),
         gemm_half_depth=_rounded(per_flop_over_k / per_flop),
         gemm_fixed_us=_rounded(fixed * 1e6),
+        gemm_packing=_rounded(per_byte * memory.bandwidth_gb_per_s * 1e9),
         attention_forward_efficiency=directions["forward"],
         attention_backward_efficiency=directions["backward"],
     )

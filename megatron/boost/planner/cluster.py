@@ -38,6 +38,10 @@ class Compute:
         "k at which a GEMM [m, k]·[k, n] runs at half of that", zero=True
     )
     gemm_fixed_us: float = _described("what a GEMM takes however small it is, µs", zero=True)
+    gemm_packing: float = _described(
+        "how often a GEMM's bytes are moved in turn with its arithmetic (0: beside it, on a GPU)",
+        zero=True,
+    )
     attention_forward_efficiency: float = _share(
         "share of the peak of the fused causal attention, forward"
     )

@@ -35,7 +35,7 @@ from megatron.boost.planner.sweep import (
     Sweep,
 )
 
-RATE, HALF_DEPTH, FIXED = 150e9, 40.0, 20e-6
+RATE, HALF_DEPTH, FIXED, PACKING = 150e9, 40.0, 200e-6, 0.8
 ATTENTION = {"forward": 45e9, "backward": 60e9}
 COPIED, SWEPT = 8e9, 6e9
 LATENCY, LINKS = 200e-6, {2: 1.5e9, 4: 2.5e9}
@@ -56,7 +56,8 @@ def machine(sweep: Sweep = CPU_SWEEP, noise: float = 0.0, dtype: str = "fp32") -
 def exact(sweep: Sweep, dtype: str) -> Iterator[tuple[Call, float]]:
     for product in sweep.products():
         m, n, k = product.m, product.n, product.k
-        yield product, 2 * m * n * (k + HALF_DEPTH) / RATE + FIXED
+        packed = PACKING * DTYPES[dtype].itemsize * (m * k + k * n + m * n) / COPIED
+        yield product, 2 * m * n * (k + HALF_DEPTH) / RATE + packed + FIXED
     for heads, head, length in sweep.attention:
         products = 2 * 3 * heads * head * length**2
         for direction, more in (("forward", 1.0), ("backward", 2.5)):
