@@ -78,6 +78,12 @@ class Plan:
         return self.estimate.seconds
 
     @property
+    def seconds_without_overlap(self) -> float:
+        """Of an iteration whose gradients are reduced after the backward."""
+        whole = estimate(self.model, self.layout, self.cluster, overlap_reduction=False)
+        return whole.seconds
+
+    @property
     def gpus(self) -> int:
         """All of them."""
         return self.layout.gpus

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.boost.planner.cluster import Cluster
-from megatron.boost.planner.iteration import estimate
 from megatron.boost.planner.layouts import (
     Plan,
     Strategy,
@@ -26,13 +25,6 @@ class Point:
     workload: Workload
     efficiency: float
     """Tokens per second and GPU, over those of the number of GPUs that has most."""
-
-    @property
-    def seconds_without_overlap(self) -> float:
-        """Of an iteration whose gradients are reduced after the backward."""
-        plan = self.plan
-        whole = estimate(plan.model, plan.layout, plan.cluster, overlap_reduction=False)
-        return whole.seconds
 
 
 def scaling(

@@ -142,7 +142,7 @@ class TestScaling:
         assert [point.plan.gpus for point in points] == [2**k for k in range(6)]
         assert {p.workload.global_batch / p.plan.gpus for p in points} == {2}
         assert max(point.efficiency for point in points) == 1
-        assert all(p.seconds_without_overlap >= p.plan.seconds for p in points)
+        assert all(p.plan.seconds_without_overlap >= p.plan.seconds for p in points)
 
     def test_strong_scaling_is_never_slower_with_more_gpus_and_ever_less_efficient(self):
         points = scaling(_workload(global_batch=32), A100, 32, "strong", "btp")

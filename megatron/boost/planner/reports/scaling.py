@@ -98,6 +98,6 @@ def _row(point: Point) -> list[str]:
         share(estimate.tensor_parallel),
         share(estimate.bubble + estimate.transfers),
         share(estimate.data_parallel),
-        f"{point.seconds_without_overlap:.3f}",
+        f"{plan.seconds_without_overlap:.3f}",
         f"{plan.memory.total / GIB:.1f}",
     ]
