@@ -196,7 +196,7 @@ def fitted(measured: Measurements, base: Cluster | None, name: str) -> Calibrati
         node=node,
         network=_NO_LINK if base is None else base.network,
     )
-    not_measured = "Nothing joins this machine to others" if base is None else _taken_from(base)
+    not_measured = "Nothing joins this machine to others." if base is None else _taken_from(base)
     notes["network"] = notes["most_gpus"] = not_measured
     operations = tiny_layer_operations(cluster, DTYPES[dtype], dtype)
     notes["host_us_per_operation"] = (
@@ -235,7 +235,7 @@ def _fit_memory(measured: Measurements, timings: Timings, notes: dict[str, str])
     # Kernels that work in place spare the reading of what they write.
     fastest = max(copied, swept)
     notes["memory.bandwidth_gb_per_s"] = (
-        f"Measured: large copies, {copied / 1e9:.2f}, or the small kernels where they do better."
+        f"Measured: large copies ({copied / 1e9:.4g}), or small kernels where they do better."
     )
     notes["memory.elementwise_efficiency"] = "Measured, all together. In GB/s: " + ", ".join(
         f"{name} {rate:.1f}" for name, rate in rates.items()
@@ -264,7 +264,8 @@ def _fit_compute(
     fastest = max(call.flops / taken for call, taken in products.items())
     peak = max(fastest, 1 / per_flop)
     notes[f"{table}.peak_tflops"] = "Measured: the fastest product, or a faster fit."
-    notes[f"{table}.gemm_efficiency"] = _described(f"{len(products)} products", fit)
+    fitted_to = _described(f"{len(products)} products, with the next three", fit)
+    notes[f"{table}.gemm_efficiency"] = fitted_to
     directions = {}
     for direction in ("forward", "backward"):
         calls = {

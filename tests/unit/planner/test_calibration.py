@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from boost_layers.config import LowRankConfig
+from megatron.boost.accounting.products import Product
 from megatron.boost.accounting.sizes import Layout
 from megatron.boost.planner.calibration import Measurements, calibrate, fitted
 from megatron.boost.planner.cluster import load_cluster
 from megatron.boost.planner.cluster_file import write_cluster
 from megatron.boost.planner.fit import fit_relative
+from megatron.boost.planner.gemm import product_seconds
 from megatron.boost.planner.host import tiny_layer_operations
 from megatron.boost.planner.iteration import DTYPES, estimate
 from megatron.boost.planner.models import load_model
@@ -101,6 +103,15 @@ def test_the_fit_finds_the_machine_that_the_timings_are_of(noise: float, within:
     assert compute.gemm_efficiency <= 1
     assert (memory.capacity_gib, memory.reserved_gib) == (8, 0.5)
     assert (cluster.gpus_per_node, cluster.most_gpus) == (4, 4)
+
+
+def test_the_planner_s_products_take_the_times_that_were_fitted() -> None:
+    timings = machine().timings["fp32"]
+    cluster = fitted(machine(), None, "four ranks").cluster
+    for call, seconds in timings.items():
+        if isinstance(call, ProductCall):
+            product = Product((), "full", call.m, call.n, call.k)
+            assert product_seconds(product, cluster, "fp32", 4) == pytest.approx(seconds, rel=2e-3)
 
 
 def test_products_that_wait_for_memory_do_not_slow_the_matrix_units() -> None:
