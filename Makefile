@@ -44,6 +44,7 @@ recipes-check: $(installed) ## every recipe of examples/, its ranks built withou
 
 bench: $(extension) ## the benchmarks that a CPU can run
 	@$(python) benchmarks/iteration.py
+	@$(python) benchmarks/planner.py
 	@$(python) benchmarks/memory.py
 	@$(python) benchmarks/kernels.py
 	@$(python) benchmarks/attention.py
