@@ -80,6 +80,10 @@ class Architecture:
             ),
             (not self.downs, "it has no down-projection"),
             (
+                self.combine is not None and not callable(self.combine),
+                f"its combine {self.combine!r} is no function",
+            ),
+            (
                 len(set(names)) < len(names) or not all(name.isidentifier() for name in names),
                 f"its weights' names are not distinct words: {', '.join(names)}",
             ),

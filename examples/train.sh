@@ -39,8 +39,12 @@ vanilla | btp | no-tp)
     [[ $ARCH =~ ^(cola|svd|lax)$ ]] || refuse "ARCH '$ARCH': legal values: cola, svd, lax"
     shift 3
     ;;
-*) refuse "STRATEGY '$STRATEGY': legal values: full-rank, vanilla, btp, no-tp" ;;
+*)
+    refuse "STRATEGY '$STRATEGY': legal values: full-rank, vanilla, btp, no-tp \
+(examples/train.sh SIZE STRATEGY [ARCH] [FLAGS of pretrain_gpt.py])"
+    ;;
 esac
+[[ ${1:---} == -* ]] || refuse "'$1' after the recipe's name: is no flag; leave it out"
 facts=$(row training "$TRAINING" && row course "$TRAINING" "$SIZE" && row model "$SIZE" &&
     row layout "$TRAINING" "$SIZE" "$STRATEGY")
 read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITERATIONS \
@@ -144,6 +148,10 @@ if [[ ${CHECKPOINT_PATH:-} ]]; then
     LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 1000)
 fi
 [[ ${TENSORBOARD_PATH:-} ]] && LOGGING_ARGS+=(--tensorboard-dir "$TENSORBOARD_PATH")
+if [[ ${WANDB_PROJECT:-} ]]; then
+    LOGGING_ARGS+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$SIZE-$STRATEGY-$ARCH")
+    LOGGING_ARGS+=(--wandb-save-dir "${WANDB_DIR:-wandb}")
+fi
 
 COMMAND=(
     "${BIN}torchrun" "${DISTRIBUTED_ARGS[@]}" "$ROOT/pretrain_gpt.py"
@@ -159,10 +167,14 @@ for word in "${COMMAND[@]:1}"; do
     printf ' %q' "$word"
 done
 echo
-if [[ $DRY_RUN != command ]] && ! "${BIN}python" -c 'import torch' 2>/dev/null; then
+if [[ $DRY_RUN == command || ! -f $ROOT/tools/plan.py ]]; then
+    exit
+elif ! "${BIN}python" -c 'import torch' 2>/dev/null; then
     echo "# No plan: the planner needs PyTorch (run make first)"
-elif [[ $DRY_RUN != command ]]; then
+else
     "${BIN}python" "$ROOT/tools/plan.py" --model "$SIZE" --gpus $((NNODES * GPUS_PER_NODE)) \
         --gpu "${GPU:-h100}" --arch "${ARCH/dense/cola}" --rank "$RANK" --seq-length "$SEQUENCE" \
-        --global-batch-size "$BATCH" --strategies full-rank,vanilla,btp | sed 's/^/# /'
+        --global-batch-size "$BATCH" --strategies "${STRATEGY/no-tp/btp}" | sed '/^To launch/,$d; s/^/# /'
+    echo "# The recipe's own layout is TP $TP, PP $PP, micro-batch $MICRO_BATCH; flags after its name \
+are not in this plan"
 fi

@@ -55,6 +55,7 @@ def test_the_projects_own_are_registered_alike() -> None:
         ({"downs": ()}, "'new': it has no down-projection"),
         ({"downs": ("A", "B")}, "'new': .* not distinct words: A, B, B"),
         ({"downs": ("A", "A"), "combine": gated}, "not distinct words: A, A, B"),
+        ({"combine": 3}, "its combine 3 is no function"),
         ({"downs": ("A.x",), "combine": gated}, "not distinct words: A.x, B"),
         ({"downs": ("A", "A_gate")}, "'new': nothing says how z is made of several latents"),
         ({"combine": gated, "crossing": True}, "'new': a latent that crosses over"),

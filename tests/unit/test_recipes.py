@@ -286,6 +286,24 @@ def test_slurms_script_prints_what_the_other_one_does() -> None:
     assert outside.stderr.startswith("error: no SLURM job: nearest legal value: sbatch ")
 
 
+def test_a_word_that_is_no_flag_is_refused_after_the_recipes_name() -> None:
+    done = script("40B", "full-rank", "cola")
+    assert done.returncode == 2
+    assert done.stderr == "error: 'cola' after the recipe's name: is no flag; leave it out\n"
+
+
+def test_tensorboard_and_wandb_are_told_where_to_write() -> None:
+    done = script("7B", "btp", "svd", TENSORBOARD_PATH="board", WANDB_PROJECT="low-rank")
+    words = done.stdout.split()
+    for flag, value in (
+        ("--tensorboard-dir", "board"),
+        ("--wandb-project", "low-rank"),
+        ("--wandb-exp-name", "7B-btp-svd"),
+        ("--wandb-save-dir", "wandb"),
+    ):
+        assert words[words.index(flag) + 1] == value
+
+
 def test_a_dry_run_calls_the_planner_where_it_is_there(tmp_path: Path) -> None:
     """A stand-in for the planner shows how it is asked."""
     asked = {"folder": copied(tmp_path), "DRY_RUN": "1", "GPU": "h200"}
@@ -297,7 +315,9 @@ def test_a_dry_run_calls_the_planner_where_it_is_there(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout.removeprefix(without.stdout) == (
         "# --model 30B --gpus 16 --gpu h200 --arch svd --rank 2048 --seq-length 4096 "
-        "--global-batch-size 1024 --strategies full-rank,vanilla,btp\n"
+        "--global-batch-size 1024 --strategies btp\n"
+        "# The recipe's own layout is TP 2, PP 2, micro-batch 2; flags after its name are not in "
+        "this plan\n"
     )
     full = script("1B", "full-rank", TRAINING="cola", **asked)
     assert "--arch cola --rank 512 --seq-length 256 --global-batch-size 512 " in full.stdout
@@ -308,5 +328,5 @@ def test_the_planner_takes_what_a_dry_run_asks() -> None:
     done = script("7B", "full-rank", DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     plan = done.stdout.partition("# ")[2]
-    assert "low-rank" in plan and "To launch the fastest" in plan
+    assert "full-rank │" in plan and "To launch" not in plan
     assert all(line.startswith("#") for line in plan.splitlines()[1:])

@@ -129,7 +129,7 @@ def load_cluster(name: str) -> Cluster:
             raise ValueError(
                 f"--gpu {name}: neither a file nor one of {', '.join(presets())}; nearest legal "
                 f"value: {near[0]}. For other hardware, copy {_PRESETS / (near[0] + '.toml')} and "
-                f"set its fields: {'; '.join(field_lines(Cluster))}"
+                f"set its fields: {', '.join(field_names(Cluster))}"
             )
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -139,17 +139,17 @@ def load_cluster(name: str) -> Cluster:
     return cluster
 
 
-def field_lines(kind: type, prefix: str = "") -> list[str]:
-    """`name: meaning` of every field of a file."""
+def field_names(kind: type, prefix: str = "") -> list[str]:
+    """The dotted names of all fields of a file."""
     lines = []
     hints = typing.get_type_hints(kind)
     for each in fields(kind):
         inner = _of_mapping(hints[each.name]) if each.name == "compute" else hints[each.name]
         label = f"{prefix}{each.name}" + (".DTYPE" if each.name == "compute" else "")
         if is_dataclass(inner):
-            lines += field_lines(typing.cast(type, inner), f"{label}.")
+            lines += field_names(typing.cast(type, inner), f"{label}.")
         else:
-            lines.append(f"{label}: {each.metadata['meaning']}")
+            lines.append(label)
     return lines
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-_LEAST_WIDTH = 150
+_LEAST_WIDTH = 190
 
 
 @dataclass
