@@ -101,7 +101,10 @@ def with_dropout() -> list[History]:
 @pytest.mark.parametrize(
     "recompute",
     [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            marks=pytest.mark.slow,
+        ),
         "--recompute-granularity selective",
     ],
     ids=["full", "selective"],
@@ -110,20 +113,15 @@ def test_recompute_repeats_the_dropout_masks(with_dropout: list[History], recomp
     assert _train(2, f"{TP} {DROPOUT} {recompute}") == with_dropout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        pytest.param(2, f"{TP} {DROPOUT}", marks=pytest.mark.slow),
-        (2, OVERLAP),
-        pytest.param(2, f"--bf16 {OVERLAP} {RESHARDABLE}", marks=pytest.mark.slow),
-    ],
+    "layout",
+    [f"{TP} {DROPOUT}", OVERLAP, f"--bf16 {OVERLAP} {RESHARDABLE}"],
     ids=["tp-dropout", "distributed-optimizer", "bf16-reshardable"],
 )
-def test_a_resumed_run_equals_the_unbroken_one(
-    tmp_path: Path, world_size: int, layout: str
-) -> None:
-    unbroken = _train(world_size, f"{layout} --save {tmp_path} --save-interval 2")
-    resumed = _train(world_size, f"{layout} --load {tmp_path} --ckpt-step 2")
+def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path, layout: str) -> None:
+    unbroken = _train(2, f"{layout} --save {tmp_path} --save-interval 2")
+    resumed = _train(2, f"{layout} --load {tmp_path} --ckpt-step 2")
     assert resumed == [
         {name: values[2:] for name, values in history.items()} for history in unbroken
     ]

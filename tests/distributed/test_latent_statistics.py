@@ -126,7 +126,7 @@ def check(found: Mapping[tuple[int, str], tuple[float, float]], expected: Found,
         assert values == pytest.approx(expected[key], rel=1e-10), (name, key)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_strategy_finds_what_the_plain_model_has(tp: int) -> None:
     names = [name for name in CASES if tp > 1 or name in ("btp", "vanilla", "lax")]
     by_rank = run_ranks(observed, tp, names, tp)

@@ -58,6 +58,7 @@ def checked_with(recipe: Recipe, *flags: str) -> Checked:
         return check(command_of(recipe, *flags))
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_and_flags_that_cannot_run_are_found() -> None:
     vanilla = Recipe("llama2", "7B", "vanilla", "lax")
     layout = ("--tensor-model-parallel-size", "2", "--micro-batch-size", "16")

@@ -219,6 +219,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_another_activation_is_refused_before_anything_is_built(checkpoint: Path) -> None:
     flags = f"{COLA} --train-iters 2 --load {checkpoint} --low-rank-act silu"
     with pytest.raises(RankFailure, match="ValueError: --low-rank-act: silu, but .* with gelu"):

@@ -109,7 +109,7 @@ def test_layouts_train_alike(arch: str, layout: str, ranks: int) -> None:
     ("arch", "layout", "ranks", "recompute"),
     [
         slow(COLA, "", 1, FULL, id="btp-full"),
-        pytest.param(COLA, TP2, 2, FULL, id="btp-tp2-full"),
+        slow(COLA, TP2, 2, FULL, id="btp-tp2-full"),
         slow(COLA, TP2, 2, SELECTIVE, id="btp-tp2-selective"),
         slow(COLA, f"{TP2} {OVERLAPS}", 4, LATENT_ALL, id="btp-tp2-dp2-overlaps-latent-all"),
         slow(LAX, f"{TP2} {INTERLEAVED}", 4, LATENT_ALL, id="lax-tp2-interleaved-latent-all"),
