@@ -259,7 +259,8 @@ def _fit_compute(
         if isinstance(call, ProductCall) and not _bound_by_memory(call, taken, memory, itemsize)
     }
     terms = [[c.flops, c.flops / c.k, c.bytes(itemsize), 1.0] for c in products]
-    fit = fit_relative(terms, list(products.values()))
+    # A peak of infinity, with which noise may fit best, is none.
+    fit = fit_relative(terms, list(products.values()), needs_first=True)
     per_flop, per_flop_over_k, per_byte, fixed = fit.coefficients
     fastest = max(call.flops / taken for call, taken in products.items())
     peak = max(fastest, 1 / per_flop)

@@ -3,6 +3,7 @@ under the condition that no coefficient is negative."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,8 +21,11 @@ class Fit:
     worst_error: float
 
 
-def fit_relative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """The c ≥ 0 with the least Σ_i (Σ_j c_j·a_ij / t_i − 1)², from rows a_i of `terms` and t_i.
+def fit_relative(
+    terms: Sequence[Sequence[float]], seconds: Sequence[float], *, needs_first: bool = False
+) -> Fit:
+    """The c ≥ 0 with the least Σ_i (Σ_j c_j·a_ij / t_i − 1)², from rows a_i of `terms` and t_i;
+    with `needs_first` among those with c_0 > 0.
 
     The solution is the best of the unconstrained solutions in each subset of the coefficients that
     has no negative ones, the others being 0; there are a handful of coefficients.
@@ -34,14 +38,15 @@ def fit_relative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     if not t.size or not np.isfinite(t).all() or not (t > 0).all():
         raise ValueError(f"timings {list(seconds)}: none, or some not positive and finite")
     relative = a / t[:, None]
-    best, least = np.zeros(a.shape[1]), float(t.size)
+    best, least = np.zeros(a.shape[1]), math.inf
     for size in range(1, a.shape[1] + 1):
         for chosen in combinations(range(a.shape[1]), size):
             columns = list(chosen)
-            found = np.linalg.lstsq(relative[:, columns], np.ones(t.size), rcond=None)[0]
-            squares = float(((relative[:, columns] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and squares < least:
-                best, least = np.zeros(a.shape[1]), squares
-                best[columns] = found
+            found = np.zeros(a.shape[1])
+            found[columns] = np.linalg.lstsq(relative[:, columns], np.ones(t.size), rcond=None)[0]
+            squares = float(((relative @ found - 1) ** 2).sum())
+            legal = (found >= 0).all() and (found[0] > 0 or not needs_first)
+            if legal and squares < least:
+                best, least = found, squares
     errors = np.abs(relative @ best - 1)
     return Fit(tuple(map(float, best)), float(errors.mean()), float(errors.max()))

@@ -147,6 +147,25 @@ def test_coefficients_are_never_negative(
     assert fit_relative(terms, seconds).coefficients == pytest.approx(expected)
 
 
+def test_the_first_coefficient_may_be_needed() -> None:
+    """Unconstrained it is negative: c = (-0.2, 2.6). Of the first alone, shares a/t of 1 and 2."""
+    terms, seconds = [[2.0, 0.923], [2.0, 0.5385]], [2.0, 1.0]
+    assert fit_relative(terms, seconds).coefficients[0] == 0
+    fit = fit_relative(terms, seconds, needs_first=True)
+    assert fit.coefficients == pytest.approx(((1 + 2) / (1 + 4), 0.0))
+
+
+def test_a_machine_whose_times_are_noise_has_a_peak() -> None:
+    """Products that take the same time, however large, would fit an infinite rate best."""
+    measured = machine()
+    timings = {
+        call: 1e-3 * (2 - 1e-9 * call.flops) if isinstance(call, ProductCall) else taken
+        for call, taken in measured.timings["fp32"].items()
+    }
+    compute = fitted(replace(measured, timings={"fp32": timings}), None, "noise").cluster.compute
+    assert math.isfinite(compute["fp32"].peak_tflops) and compute["fp32"].gemm_efficiency <= 1
+
+
 def test_the_errors_of_a_fit_are_relative() -> None:
     fit = fit_relative([[1.0], [1.0]], [1.0, 2.0])
     # c = (1 + 1/2) / (1 + 1/4)
