@@ -16,7 +16,7 @@ def describe_machine(repository: Path) -> dict[str, str]:
     differ from it.
     """
     description = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0)))
         if hasattr(os, "sched_getaffinity")
         else str(os.cpu_count()),
@@ -33,7 +33,8 @@ def describe_machine(repository: Path) -> dict[str, str]:
     return description
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name that its maker gave it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.program
 
-TRAINING = (
-    "--data-path my-data_text_document --split 90,10,0 --tokenizer-type HuggingFaceTokenizer "
-    "--tokenizer-model llama --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-4 "
-    "--eval-interval 4 --eval-iters 1 --tensor-model-parallel-size 2 --seq-length 32"
-)
 README_CUTS = {
     ".venv/bin/": "",
     "/path/to/tokenizer": "llama",
@@ -44,7 +39,12 @@ README_CUTS = {
         "--split 90,10,0 --eval-interval 4 --eval-iters 1"
     ),
     "--save-interval 500": "--save-interval 4",
-    "--use-checkpoint-args …": f"--use-checkpoint-args {TRAINING}",
+    "--seq-length 1024 --micro-batch-size 4 --global-batch-size 64": (
+        "--seq-length 32 --micro-batch-size 2 --global-batch-size 4"
+    ),
+    "--train-iters 500": "--train-iters 4",
+    "--split 98,2,0 --eval-interval 100": "--split 90,10,0 --eval-interval 4",
+    "    --eval-iters 10 --tokenizer": "    --eval-iters 1 --tokenizer",
     "--prompt": "--max-new-tokens 8 --prompt",
 }
 EVALUATION_CUTS = {

@@ -14,6 +14,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.boost.machine import processor
+
 _PRESETS = Path(__file__).parent / "clusters"
 _DTYPES = ("bf16", "fp16", "fp32")
 
@@ -110,8 +112,8 @@ class Cluster:
 
 
 def presets() -> list[str]:
-    """The names that `load_cluster` knows."""
-    return sorted(path.stem for path in _PRESETS.glob("*.toml"))
+    """The names that `load_cluster` knows; `cpu` is the one of this machine's kind."""
+    return sorted(["cpu", *(path.stem for path in _PRESETS.glob("*.toml"))])
 
 
 def load_cluster(name: str) -> Cluster:
@@ -121,7 +123,7 @@ def load_cluster(name: str) -> Cluster:
         ValueError: for a name that is neither, and a file that lacks a field, has one too many or
             one of the wrong kind.
     """
-    path = _PRESETS / f"{name}.toml"
+    path = _PRESETS / f"{_cpu_preset(processor()) if name == 'cpu' else name}.toml"
     if name not in presets():
         path = Path(name)
         if not path.is_file():
@@ -137,6 +139,11 @@ def load_cluster(name: str) -> Cluster:
         raise ValueError(f"--gpu {name}: {path} is no TOML file: {error}") from None
     cluster: Cluster = _parse(Cluster, content, f"--gpu {name}", "")
     return cluster
+
+
+def _cpu_preset(processor_name: str) -> str:
+    """Two kinds of machines were measured."""
+    return "cpu-epyc" if "AMD" in processor_name else "cpu-xeon"
 
 
 def field_names(kind: type, prefix: str = "") -> list[str]:

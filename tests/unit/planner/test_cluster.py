@@ -15,6 +15,16 @@ def _written(tmp_path, text):
     return str(path)
 
 
+def test_cpu_is_the_preset_of_this_machine_s_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, preset in (
+        ("AMD EPYC", "cpu-epyc"),
+        ("Intel(R) Xeon(R) Processor", "cpu-xeon"),
+        ("aarch64", "cpu-xeon"),
+    ):
+        monkeypatch.setattr("megatron.boost.planner.cluster.processor", lambda name=name: name)
+        assert load_cluster("cpu") == load_cluster(preset)
+
+
 def test_every_preset_loads_and_says_what_it_is():
     assert {"a100-80", "h100", "h200"} <= set(presets())
     for name in presets():

@@ -18,14 +18,17 @@ from megatron.boost.planner.implementation import BOOST
 from megatron.boost.planner.iteration import estimate
 from tests.unit.test_benchmark_harness import step
 
-CPU = load_cluster("cpu")
+CPU = load_cluster("cpu-xeon")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-RECORDED = RESULTS / "planner-20261130-232313-01768ab.csv"
-"""Measured on the day and on the machine that the preset is of."""
+RECORDED = {
+    "cpu-xeon": RESULTS / "planner-20261130-232313-01768ab.csv",
+    "cpu-epyc": RESULTS / "planner-20261201-012440-4659b3b.csv",
+}
+"""Measured on the days and on the machines that the presets are of."""
 
 
-def recorded_ms() -> dict[str, float]:
-    with RECORDED.open() as file:
+def recorded_ms(preset: str) -> dict[str, float]:
+    with RECORDED[preset].open() as file:
         rows = list(csv.DictReader(file))
     steps = [
         step(row["variant"], int(row["round_number"]), float(row["milliseconds"]))
@@ -36,11 +39,12 @@ def recorded_ms() -> dict[str, float]:
     return {key: median for key, median in medians.items() if median is not None}
 
 
-def test_the_preset_predicts_what_was_measured_where_it_is_from() -> None:
-    measured = recorded_ms()
+@pytest.mark.parametrize("preset", RECORDED)
+def test_a_preset_predicts_what_was_measured_where_it_is_from(preset: str) -> None:
+    measured, cluster = recorded_ms(preset), load_cluster(preset)
     assert set(measured) == {case.variant.key for case in cases_of(2)}
     for case in cases_of(2):
-        found = predicted(case, FULL_SIZES, "fp32", CPU).seconds * 1000.0
+        found = predicted(case, FULL_SIZES, "fp32", cluster).seconds * 1000.0
         assert found == pytest.approx(measured[case.variant.key], rel=LIMIT), case.variant.key
 
 
