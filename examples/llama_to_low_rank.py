@@ -1,6 +1,6 @@
 """From a dense LLaMA to a low-rank one and back to Hugging Face, on a CPU in less than two minutes.
 
-    python examples/llama_to_low_rank.py [--folder runs/llama-to-low-rank] [--iterations 40]
+    python examples/llama_to_low_rank.py [--folder FOLDER] [--iterations 40]
 
 A tiny LLaMA is trained by transformers on the source of Python's standard library. It is imported
 by truncated SVD, trained on with BTP on two ranks, exported again and asked to go on with a prompt.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -33,15 +34,16 @@ END = "<|end|>"
 def main() -> None:
     """Run all steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "llama-to-low-rank")
+    parser.add_argument("--folder", type=Path, help="a new one (default: the next in runs/)")
     parser.add_argument("--iterations", type=int, default=40, help="of training with BTP")
     parser.add_argument("--source-steps", type=int, default=160, help="of the dense model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
     args = parser.parse_args()
-    if args.folder.exists():
-        sys.exit(f"error: --folder {args.folder}: exists; nearest legal value: a new folder")
-    args.folder.mkdir(parents=True)
-    folder = args.folder
+    numbered = (ROOT / "runs" / f"llama-to-low-rank-{number}" for number in count(1))
+    folder = args.folder or next(path for path in numbered if not path.exists())
+    if folder.exists():
+        sys.exit(f"error: --folder {folder}: exists; nearest legal value: a new folder")
+    folder.mkdir(parents=True)
 
     write_text(folder)
     train_dense(folder, args.source_steps)
@@ -69,7 +71,7 @@ def main() -> None:
     tool(folder, "generate.py", "--hf exported --trust-remote-code --max-new-tokens 40 "
          "--prompt 'def __init__(self'")  # fmt: skip
 
-    print("\nheld-out loss, in nats a token")
+    print(f"\nEverything is in {folder}. Held-out loss, in nats a token:")
     for name, loss in losses.items():
         print(f"  {name:<20} {loss:.3f}")
     if args.json is not None:

@@ -44,7 +44,7 @@ README_CUTS = {
     ),
     "--train-iters 500": "--train-iters 4",
     "--split 98,2,0 --eval-interval 100": "--split 90,10,0 --eval-interval 4",
-    "    --eval-iters 10 --tokenizer": "    --eval-iters 1 --tokenizer",
+    "    --eval-iters 10 --save": "    --eval-iters 1 --save",
     "--prompt": "--max-new-tokens 8 --prompt",
 }
 EVALUATION_CUTS = {

@@ -52,7 +52,7 @@ def plan_report(
             for part in ("state", "activations", "transient", "reserved", "total")
         ],
     )
-    for sentence in _conclusions(plans, contenders):
+    for sentence in _conclusions(plans, contenders, strategies):
         report.say(sentence)
     low_rank = fastest([p for p in plans if p.strategy != "full-rank"])
     commands = {"the fastest": plans[0]}
@@ -158,7 +158,9 @@ def _contenders(plans: Sequence[Plan]) -> dict[str, Plan]:
     return found
 
 
-def _conclusions(plans: Sequence[Plan], contenders: dict[str, Plan]) -> list[str]:
+def _conclusions(
+    plans: Sequence[Plan], contenders: dict[str, Plan], strategies: Sequence[Strategy]
+) -> list[str]:
     alone = contenders.get("low-rank, no TP")
     btp = contenders.get("BTP")
     full_rank = contenders.get("full-rank")
@@ -197,8 +199,8 @@ def _conclusions(plans: Sequence[Plan], contenders: dict[str, Plan]) -> list[str
             f"faster up to a rank of {limit:.2f}·d; the projections' operations alone are fewer up "
             f"to {gemm_break_even_ratio(low_rank.model):.2f}·d."
         )
-    elif low_rank is not None:
-        sentences.append("No full-rank layout was ranked, or none fits in memory.")
+    elif low_rank is not None and "full-rank" in strategies:
+        sentences.append("No full-rank layout fits in memory.")
     return sentences
 
 
