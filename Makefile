@@ -27,7 +27,7 @@ demo: $(extension) ## train a CoLA model with BTP and its two baselines on CPU, 
 test: $(extension) ## all tests that this machine can run, but for those of test-programs
 	@$(python) -m pytest tests $(in_parallel) -m "not program"
 
-test-programs: $(extension) ## the documentation's commands, the examples and the benchmarks, run whole
+test-programs: $(extension) ## the demo, the documentation's commands, the examples and the benchmarks, run whole
 	@$(python) -m pytest tests $(in_parallel) -m program
 
 test-fast: $(extension) ## the quick tier: no test marked slow

@@ -33,6 +33,7 @@ def processes_with(word):
     return found
 
 
+@pytest.mark.program
 def test_demo_trains_compares_and_reports(tmp_path):
     run = subprocess.run(
         demo("--out", tmp_path / "demo", "--json", tmp_path / "demo.json"),

@@ -25,7 +25,7 @@ def logged_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"iteration +\d+/ +3 \|.*lm loss: (\S+)", output)]
 
 
-@pytest.mark.slow
+@pytest.mark.program
 def test_the_command_for_a_machine_without_gpus_runs() -> None:
     command = documented("On a machine without GPUs")
     output, _ = finished(["bash", "-c", command], {"MASTER_PORT": str(free_port())})
