@@ -50,6 +50,9 @@ facts=$(row training "$TRAINING" && row course "$TRAINING" "$SIZE" && row model 
 read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITERATIONS \
     HIDDEN FFN HEADS LAYERS RANK MLP GPUS TP PP VIRTUAL MICRO_BATCH SP RECOMPUTE <<<"$facts" || true
 
+for name in GPUS_PER_NODE NNODES; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: is no whole number of at least 1"
+done
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 # Without GPUs a recipe is cut, its layout too.
 [[ $DEVICE == cpu ]] && NNODES=${NNODES:-1}

@@ -48,6 +48,7 @@ def _report(args: argparse.Namespace) -> Report:
     """What the mode asks for; a flag that the mode has no use for is refused."""
     mode = next((name for name in _FLAGS_OF_MODE if getattr(args, name, None)), "rank")
     given_for_calibration = args.gpu, args.gpus, args.dtype
+    gpus_given = args.gpus is not None
     for name, default in _DEFAULTS.items():
         given = getattr(args, name)
         if given is not None and name not in _FLAGS_OF_MODE[mode]:
@@ -60,6 +61,9 @@ def _report(args: argparse.Namespace) -> Report:
     if mode == "calibrate":
         return calibration_report(args.calibrate, *given_for_calibration)
     cluster = load_cluster(args.gpu)
+    if mode in ("analyse", "plot") and not gpus_given:
+        # The tensor-parallel size there, which stays within a node.
+        args.gpus = min(args.gpus, cluster.gpus_per_node)
     if mode == "validate":
         if args.gpu in presets() and args.gpu != PUBLISHED_ON:
             raise ValueError(

@@ -254,6 +254,8 @@ def test_what_is_printed_is_a_command_for_a_shell() -> None:
         (["60M", "btp", "cola"], {"TRAINING": "cola"}, "layout cola 60M btp: .* full-rank no-tp"),
         (["7B", "btp", "cola"], {"DATA_PATH": "x"}, "DATA_PATH=x: needs TOKENIZER_MODEL"),
         (["30B", "btp", "cola"], {"DRY_RUN": ""}, "NNODES=2: .* NODE_RANK.* MASTER_ADDR"),
+        (["7B", "btp", "cola"], {"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: is no whole"),
+        (["7B", "btp", "cola"], {"NNODES": "abc"}, "NNODES=abc: is no whole"),
         ([], {}, "STRATEGY ''"),
     ],
 )
