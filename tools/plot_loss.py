@@ -31,6 +31,15 @@ def main(argv: Sequence[str] | None) -> None:
         ValueError: for what cannot be read or drawn.
     """
     args = _parser().parse_args(argv)
+    for flag in ("output", "html", "json"):
+        path = getattr(args, flag)
+        if path is not None and any(
+            path == Path(run.partition("=")[2] or run) for run in args.runs
+        ):
+            raise ValueError(
+                f"--{flag} {path}: is one of the runs that are read; nearest legal value: "
+                f"{path.with_name(path.name + '.' + flag)}"
+            )
     # After the flags are known to be right: matplotlib takes a second.
     from rich.console import Console
 

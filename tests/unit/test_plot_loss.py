@@ -265,6 +265,14 @@ def test_what_cannot_be_drawn_is_refused(folder: Path, argv: list[str], message:
     assert not Path("loss.png").exists()
 
 
+@pytest.mark.parametrize("run", ["btp/log.txt", "BTP=btp/log.txt"])
+def test_a_run_is_not_written_over(folder: Path, run: str) -> None:
+    before = Path("btp/log.txt").read_bytes()
+    with pytest.raises(ValueError, match="--json btp/log.txt: is one of the runs"):
+        plot_loss(run, "--json", "btp/log.txt")
+    assert Path("btp/log.txt").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
