@@ -11,6 +11,7 @@ comparing the ranks' with those of the same block on one rank, which has the sam
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import tempfile
@@ -57,7 +58,7 @@ def main(argv=None):
     # Megatron names every optional package that it does without; imported once for all ranks.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    import boost_layers.specs  # noqa: F401
+    importlib.import_module("boost_layers.specs")
 
     with tempfile.TemporaryDirectory(prefix="tour-") as folder:
         multiprocessing.start_processes(

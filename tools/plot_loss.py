@@ -31,22 +31,21 @@ def main(argv: Sequence[str] | None) -> None:
         ValueError: for what cannot be read or drawn.
     """
     args = _parser().parse_args(argv)
-    for flag in ("output", "html", "json"):
-        path = getattr(args, flag)
-        if path is not None and any(
-            path == Path(run.partition("=")[2] or run) for run in args.runs
-        ):
-            raise ValueError(
-                f"--{flag} {path}: is one of the runs that are read; nearest legal value: "
-                f"{path.with_name(path.name + '.' + flag)}"
-            )
     # After the flags are known to be right: matplotlib takes a second.
     from rich.console import Console
 
     from megatron.boost.plotting.figure import save_png
     from megatron.boost.plotting.loss_plot import LossPlot
-    from megatron.boost.plotting.sources import read_runs
+    from megatron.boost.plotting.sources import named_path, read_runs
 
+    inputs = {named_path(run)[1].resolve() for run in args.runs}
+    for flag in ("output", "html", "json"):
+        path = getattr(args, flag)
+        if path is not None and path.resolve() in inputs:
+            raise ValueError(
+                f"--{flag} {path}: is one of the runs that are read; nearest legal value: "
+                f"{path.with_name(f'{path.name}.{flag}')}"
+            )
     plot = LossPlot(
         runs=read_runs(args.runs),
         unit=args.x,

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.convert.test_cola_import import PLAIN, save_cola
+from tests.support.documents import assert_written, cut, recipes, run_commands
 from tests.support.hf_models import Variant, save_llama
 from tests.support.small_tokenizer import TEXT, save_small_tokenizer
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "checkpoints.md"
-_RECIPE = re.compile(r"^### (.+?)\n.*?^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
-RECIPES = dict(_RECIPE.findall(PAGE.read_text(encoding="utf-8").partition("## Recipes")[2]))
+RECIPES = recipes("docs/checkpoints.md")
 # The tiny model of the tests has no 2048 positions, and there is no time for 1000 iterations.
 CUT = {
     "--seq-length 2048": "--seq-length 32",
@@ -34,8 +28,6 @@ CUT = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the page takes for granted: the checkout, a LLaMA with a tokenizer, a CoLA, text."""
     here = tmp_path_factory.mktemp("recipes")
-    for name in ("tools", "pretrain_gpt.py"):
-        (here / name).symlink_to(ROOT / name)
     tokenizer = save_small_tokenizer(here / "llama")
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     save_llama(here / "llama", Variant({"num_key_value_heads": 2, **sizes}))
@@ -48,23 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_recipes_and_the_test_cuts_what_stands_there() -> None:
     assert len(RECIPES) == 4
-    for written in CUT:
-        assert any(written in commands for commands in RECIPES.values()), written
+    assert_written(CUT, RECIPES.values())
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_as_it_stands_on_the_page(recipe: str, folder: Path) -> None:
-    commands = RECIPES[recipe]
-    for written, cut in CUT.items():
-        commands = commands.replace(written, cut)
-    programs = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_commands(cut(RECIPES[recipe], CUT), folder)

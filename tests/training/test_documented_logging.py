@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from boost_layers.config import PROJECTIONS
-from tests.training.test_documented_commands import _RECIPE, ROOT
+from tests.support.documents import assert_written, cut, recipes, run_commands
 
-PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-RECIPES = dict(_RECIPE.findall(PAGE.partition("## Recipes")[2]))
+RECIPES = recipes("docs/logging.md")
 CUT = {
     "--train-iters 200": "--train-iters 20",
     "--eval-interval 100": "--eval-interval 10",
@@ -26,32 +22,13 @@ CUT = {
 FROM_LOGS, BOARD = RECIPES
 
 
-def run(recipe: str, folder: Path) -> str:
-    for name in ("tools", "pretrain_gpt.py"):
-        (folder / name).symlink_to(ROOT / name)
-    commands = RECIPES[recipe]
-    for written, cut in CUT.items():
-        commands = commands.replace(written, cut)
-    programs = Path(sys.executable).parent
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", commands],
-        cwd=folder,
-        env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_the_test_cuts_what_stands_on_the_page() -> None:
-    for written in CUT:
-        assert any(written in commands for commands in RECIPES.values()), written
+    assert_written(CUT, RECIPES.values())
 
 
 @pytest.mark.program
 def test_two_trainings_become_a_picture_a_page_and_numbers(tmp_path: Path) -> None:
-    said = run(FROM_LOGS, tmp_path)
+    said = run_commands(cut(RECIPES[FROM_LOGS], CUT), tmp_path)
     assert "dense-equivalent TFLOP/s/GPU" in said
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "btp: step 20, " in (tmp_path / "loss.html").read_text()
@@ -65,7 +42,7 @@ def test_two_trainings_become_a_picture_a_page_and_numbers(tmp_path: Path) -> No
 
 @pytest.mark.program
 def test_a_training_is_drawn_from_tensorboards_folder(tmp_path: Path) -> None:
-    run(BOARD, tmp_path)
+    run_commands(cut(RECIPES[BOARD], CUT), tmp_path)
     assert "board: step 20, " in (tmp_path / "loss.html").read_text()
     assert all(f"layer-0.{name}".encode() in board(tmp_path) for name in PROJECTIONS)
 

@@ -4,19 +4,14 @@ model and a text made here. What is cut is the model's size and the length of it
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from tests.support.documents import assert_written, blocks, cut, run_commands
 from tests.support.hf_models import Variant, save_llama
 from tests.support.small_tokenizer import TEXT, save_small_tokenizer
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.program
 
@@ -55,22 +50,9 @@ EVALUATION_CUTS = {
 }
 
 
-def blocks(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def cut(commands: str, by: dict[str, str]) -> str:
-    for written, instead in by.items():
-        commands = commands.replace(written, instead)
-    return commands
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("documented")
-    for name in ("tools", "pretrain_gpt.py", "examples", "megatron", "boost_layers"):
-        (here / name).symlink_to(ROOT / name)
     tokenizer = save_small_tokenizer(here / "llama")
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     save_llama(here / "llama", Variant({"num_key_value_heads": 2, **sizes}))
@@ -81,18 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def run(commands: str, folder: Path) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=folder,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{commands}\n{done.stdout}{done.stderr}"
-
-
 README = blocks("README.md")
 EVALUATION = blocks("docs/evaluation.md")
 
@@ -101,10 +71,8 @@ def test_the_pages_have_what_is_run_and_cut() -> None:
     assert README[0].split()[:2] == ["make", "demo"]
     assert len(README) == 6
     assert len(EVALUATION) == 3
-    for written in README_CUTS:
-        assert any(written in commands for commands in README), written
-    for written in EVALUATION_CUTS:
-        assert any(written in commands for commands in EVALUATION), written
+    assert_written(README_CUTS, README)
+    assert_written(EVALUATION_CUTS, EVALUATION)
 
 
 # Each takes what those before it have made. Of the recipes the dry one; the others start on a
@@ -124,7 +92,7 @@ def test_the_pages_have_what_is_run_and_cut() -> None:
     ],
 )
 def test_the_commands_run_as_they_stand_on_the_page(commands: str, folder: Path) -> None:
-    run(commands, folder)
+    run_commands(commands, folder)
 
 
 def test_the_page_on_preprocessing(folder: Path) -> None:
@@ -135,6 +103,6 @@ def test_the_page_on_preprocessing(folder: Path) -> None:
     lines = (folder / "my-text.jsonl").read_bytes()
     (folder / "more.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
     (folder / "tokenizer").symlink_to(folder / "llama")
-    run(commands.replace("--workers 8", "--workers 2"), folder)
+    run_commands(commands.replace("--workers 8", "--workers 2"), folder)
     assert json.loads((folder / "summary.json").read_text())
     assert (folder / "data" / "corpus_text_document.bin").stat().st_size > 0

@@ -47,7 +47,7 @@ def read_runs(sources: Sequence[str]) -> list[Run]:
 
 
 def _found(source: str) -> list[_Source]:
-    name, path = _named(source)
+    name, path = named_path(source)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
     if path.is_dir():
@@ -63,7 +63,8 @@ def _found(source: str) -> list[_Source]:
     return [_Source(name, path, [path] if is_event_file(path) else [])]
 
 
-def _named(source: str) -> tuple[str | None, Path]:
+def named_path(source: str) -> tuple[str | None, Path]:
+    """NAME=PATH, or a path, in its parts."""
     name, equals, path = source.partition("=")
     if equals and name and path and not Path(source).exists():
         return name, Path(path)

@@ -1,16 +1,11 @@
 """Every command of docs/planner.md runs as it stands there."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.documents import ROOT, blocks, run_commands
+
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = blocks("docs/planner.md")
 
 
 def test_the_page_has_commands():
@@ -20,17 +15,7 @@ def test_the_page_has_commands():
 @pytest.mark.program
 @pytest.mark.parametrize("commands", COMMANDS)
 def test_a_command_runs_as_it_stands_on_the_page(commands, tmp_path):
-    for name in ("tools", "megatron", "boost_layers"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_commands(commands, tmp_path)
 
 
 def test_the_page_names_the_errors_that_the_tool_prints():
