@@ -14,11 +14,24 @@ from pathlib import Path
 # Run from a checkout, the package may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+from torch import distributed
+
+from benchmarks.attention_calls import of_an_iteration
 from benchmarks.command import begin, benchmark_parser, publish
 from benchmarks.harness import Step, merged
 from benchmarks.models import race
+from benchmarks.op_cases import RankSizes
 from benchmarks.report import Report
-from benchmarks.variants import FULL_SIZES, guards, half_depth, strategies
+from benchmarks.variants import (
+    DTYPES,
+    FULL_SIZES,
+    Sizes,
+    Variant,
+    guards,
+    half_depth,
+    strategies,
+)
 from megatron.boost.command_line import run_tool
 from megatron.boost.ranks import run_on_ranks
 
@@ -36,19 +49,37 @@ def main(argv: Sequence[str] | None) -> None:
     sizes, machine, settings = begin(args)
     contest = [v for whole in strategies(args.tp) for v in (whole, half_depth(whole))]
     recorded: list[Step] = []
-    for tp, variants in ((args.tp, contest), (1, guards())):
+    for tp, variants, run in (
+        (args.tp, contest, race_with_attention),
+        (1, guards(), race),
+    ):
         print(f"TP {tp}: {'; '.join(variant.title for variant in variants)}", flush=True)
-        by_rank = run_on_ranks(race, tp, args.device, variants, sizes, args.dtype, args.steps)
+        by_rank = run_on_ranks(run, tp, args.device, variants, sizes, args.dtype, args.steps)
         recorded += merged(by_rank)
     report = Report(
         settings=settings,
         machine=machine,
         variants=[*contest, *guards()],
-        tokens=sizes.tokens,
+        sizes=sizes,
+        tp=args.tp,
         targets_apply=(sizes, args.tp, args.dtype, args.device) == (FULL_SIZES, 2, "fp32", "cpu"),
         steps=recorded,
     )
     publish("iteration", report, args)
+
+
+def race_with_attention(
+    device: torch.device,
+    variants: Sequence[Variant],
+    sizes: Sizes,
+    dtype: str,
+    rounds: int,
+) -> list[Step]:
+    """As `race`, and in its rounds the attention of all layers alone, which is the same for every
+    strategy, and a large product."""
+    of_rank = RankSizes.of(sizes, distributed.get_world_size())
+    alone = of_an_iteration(of_rank, sizes.layers, DTYPES[dtype], device)
+    return race(device, variants, sizes, dtype, rounds, alone)
 
 
 if __name__ == "__main__":

@@ -48,11 +48,13 @@ def race(
     sizes: Sizes,
     dtype: str,
     rounds: int,
+    beside: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Step]:
     """Run on a rank: build all `variants` with the whole world as tensor-parallel group, see that
     they compute the same, and take `rounds` rounds of iterations of each.
 
-    Plain models take the weights of our model before them. Rank 0 prints a line a round.
+    Plain models take the weights of our model before them. What is `beside` takes turns with the
+    models. Rank 0 prints a line a round.
 
     Returns:
         This rank's steps.
@@ -67,7 +69,7 @@ def race(
         )
         LEDGER.timed = True
         return measure(
-            {key: iteration.run for key, iteration in iterations.items()},
+            {key: iteration.run for key, iteration in iterations.items()} | dict(beside or {}),
             rounds,
             device,
             partial(_print_round, rounds),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.attention_calls import AS_IN_LAYERS, ATTENTION, LARGE_MM, large_mm_flop
 from benchmarks.harness import (
     MINOR_FAULTS_ALLOWED,
     Step,
@@ -18,7 +19,8 @@ from benchmarks.harness import (
     round_ratios,
     summarise,
 )
-from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Variant, half_depth
+from benchmarks.op_cases import RankSizes, rate
+from benchmarks.variants import BTP, FULL_RANK, GUARDS, VANILLA, Sizes, Variant, half_depth
 
 # For the full sizes in fp32 on CPU, TP 2 over gloo's loopback.
 TARGETS = {"full_rank_over_btp": 1.9, "vanilla_over_btp": 1.3}
@@ -63,6 +65,18 @@ def ratio_of_keys(steps: Sequence[Step], numerator: str, denominator: str) -> Ra
     return Ratio(None, above / below, percentile(rounds, 20), percentile(rounds, 80))
 
 
+@dataclass(frozen=True)
+class Attention:
+    """What all layers' attention takes of an iteration, in every strategy alike; None where it was
+    not measured."""
+
+    milliseconds: float | None
+    products_ms: float | None
+    """What its matrix products would take at the rate of a large one."""
+    answer: Ratio
+    """Full-rank over BTP, if attention took no longer than these."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """One run of the benchmark: what was measured, where, and every recorded step."""
@@ -70,8 +84,8 @@ class Report:
     settings: Mapping[str, object]
     machine: Mapping[str, str]
     variants: Sequence[Variant]
-    tokens: int
-    """Of one iteration."""
+    sizes: Sizes
+    tp: int
     targets_apply: bool
     """Whether the run has the settings that `TARGETS` and `GUARD_LIMIT` are for."""
     steps: Sequence[Step]
@@ -90,6 +104,17 @@ class Report:
             "full_rank_over_btp_layers": ratio(steps, FULL_RANK, BTP),
             "vanilla_over_btp_layers": ratio(steps, VANILLA, BTP),
         }
+
+    def attention(self) -> Attention:
+        """What attention takes of an iteration, and what the answer would be if it took less."""
+        of_rank = RankSizes.of(self.sizes, self.tp)
+        milliseconds = summarise(self.steps, ATTENTION).median_ms
+        peak = rate(large_mm_flop(of_rank), summarise(self.steps, LARGE_MM).median_ms)
+        if milliseconds is None or peak is None:
+            return Attention(None, None, Ratio(None, None, None, None))
+        products_ms = self.sizes.layers * AS_IN_LAYERS.flop(of_rank) / peak / 1e6
+        steps = steps_without(self.steps, ATTENTION, spared=products_ms)
+        return Attention(milliseconds, products_ms, ratio(steps, FULL_RANK, BTP))
 
     def guards(self) -> dict[str, tuple[Ratio, bool | None]]:
         """Our layers over plain PyTorch and whether that is within the limit (None where that is
@@ -113,6 +138,12 @@ class Report:
                 result[f"{key}_target"] = TARGETS[key]
         for key, found in self.answers_of_layers().items():
             result |= _flat_ratio(key, found)
+        attention = self.attention()
+        result |= {
+            "attention_ms": attention.milliseconds,
+            "attention_at_the_rate_of_products_ms": attention.products_ms,
+        }
+        result |= _flat_ratio("full_rank_over_btp_at_the_rate_of_products", attention.answer)
         for key, (found, within) in self.guards().items():
             result |= _flat_ratio(key, found)
             result[f"{key}_within_3_percent"] = within
@@ -143,6 +174,7 @@ class Report:
                 ["the layers alone", "value", "p20", "p80", "the baseline"],
                 ([key, *_ratio_cells(found)] for key, found in self.answers_of_layers().items()),
             ),
+            self._attention_sentence(),
             table(
                 ["", "ms", "p20", "p80", "tokens/s", "exposed comm. s", "dropped steps"],
                 self._variant_rows(),
@@ -162,7 +194,7 @@ class Report:
         return steps_csv(self.steps)
 
     def _tokens_per_second(self, summary: Summary) -> float | None:
-        return self.tokens / summary.median_ms * 1000.0 if summary.median_ms else None
+        return self.sizes.tokens / summary.median_ms * 1000.0 if summary.median_ms else None
 
     def _answer_rows(self) -> Iterable[list[str]]:
         for key, found in self.answers().items():
@@ -171,6 +203,16 @@ class Report:
                 *_ratio_cells(found),
                 f"at least {TARGETS[key]:g}" if self.targets_apply else "none at these settings",
             ]
+
+    def _attention_sentence(self) -> str:
+        attention = self.attention()
+        value, p20, p80, _ = _ratio_cells(attention.answer)
+        return (
+            "Attention, the same in every strategy, alone: "
+            f"{number(attention.milliseconds, '.0f')} ms. At the rate of a large product it would "
+            f"take {number(attention.products_ms, '.0f')} ms, and full_rank_over_btp would be "
+            f"{value} (p20 {p20}, p80 {p80})."
+        )
 
     def _variant_rows(self) -> Iterable[list[str]]:
         for variant in self.variants:
@@ -203,6 +245,17 @@ def steps_of_layers(steps: Sequence[Step], variants: Iterable[Variant]) -> list[
             layers_ms = 2 * (whole.milliseconds - half.milliseconds)
             of_layers.append(replace(whole, milliseconds=layers_ms))
     return of_layers
+
+
+def steps_without(steps: Sequence[Step], part: str, *, spared: float) -> list[Step]:
+    """The steps, each without what `part` took in its round but for `spared` milliseconds, where
+    both count."""
+    parts = {s.round_number: s.milliseconds for s in steps if s.variant == part and s.counts}
+    return [
+        replace(step, milliseconds=step.milliseconds - parts[step.round_number] + spared)
+        for step in steps
+        if step.round_number in parts
+    ]
 
 
 def _ratio_cells(found: Ratio) -> list[str]:

@@ -32,6 +32,8 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
         "vanilla_over_btp",
         "full_rank_over_btp_layers",
         "vanilla_over_btp_layers",
+        "full_rank_over_btp_at_the_rate_of_products",
+        "attention_ms",
         "btp_ms",
         "btp_tokens_per_second",
         "btp_exposed_communication_seconds",
@@ -45,7 +47,7 @@ def test_quick_run_gives_the_keys_and_leaves_the_table(tmp_path: Path) -> None:
     (page,) = tmp_path.glob("iteration-*.md")
     assert page.read_text() in done.stdout
     (steps,) = tmp_path.glob("iteration-*.csv")
-    assert len(steps.read_text().splitlines()) == 1 + 2 * 15
+    assert len(steps.read_text().splitlines()) == 1 + 2 * 17
     assert done.stderr == ""
 
 
@@ -61,6 +63,11 @@ def test_the_attention_benchmark_judges_by_the_products(tmp_path: Path) -> None:
         for passes, products in (("forward", 1.0), ("forward_backward", 3.5)):
             over = result[f"{key}_{passes}_ms"] / (products * products_ms)
             assert result[f"{key}_{passes}_over_its_products"] == pytest.approx(over)
+    # One sequence of b·s tokens has (b·s + 1)/(s + 1) times as many pairs.
+    long_ms = 3.5 * products_ms * (b * s + 1) / (s + 1)
+    over = result["flash_by_tokens_forward_backward_one_sequence_ms"] / long_ms
+    found = result["flash_by_tokens_forward_backward_one_sequence_over_its_products"]
+    assert found == pytest.approx(over)
 
 
 @pytest.mark.program

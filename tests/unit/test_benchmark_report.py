@@ -1,6 +1,7 @@
 """From a benchmark's steps to its ratios, its JSON, its table and its files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def report(medians: dict[str, float] = MEDIANS, *, targets_apply: bool = True) -
         settings={"tp": 2, "dtype": "fp32"},
         machine={"processor": "a processor", "megatron-core": "0.19.2"},
         variants=[*strategies(2), *guards()],
-        tokens=2048,
+        sizes=FULL_SIZES,
+        tp=2,
         targets_apply=targets_apply,
         steps=steps,
     )
@@ -64,6 +66,30 @@ def test_the_layers_alone_are_twice_what_the_second_half_takes() -> None:
     assert result["full_rank_over_btp_layers"] == pytest.approx((2900 - 1700) / (1800 - 1100))
     assert result["vanilla_over_btp_layers"] is None
     assert report().flat()["full_rank_over_btp_layers"] is None
+
+
+def test_attention_at_the_rate_of_products_is_set_off_round_by_round() -> None:
+    """Of the rank: 4 layers, 4 sequences of 512 tokens, 8 heads of 64; the product is 2048 a side,
+    here at 100 GFLOP/s."""
+    large_mm_ms = 2 * 2048**3 / 100e6
+    products_ms = 4 * 7 * 4 * 8 * 512 * 513 * 64 / 100e6
+    medians = MEDIANS | {"attention": 400.0, "large_mm": large_mm_ms}
+    steps = [
+        step(key, number, ms + spread)
+        for number, spread in enumerate((0.0, 10.0, -10.0))
+        for key, ms in medians.items()
+        for spread in [0.0 if key == "large_mm" else spread]
+    ]
+    result = replace(report(), steps=steps).flat()
+    assert result["attention_ms"] == 400.0
+    assert result["attention_at_the_rate_of_products_ms"] == pytest.approx(products_ms)
+    # Each round's own attention: what the rounds differ by cancels.
+    expected = (2900 - 400 + products_ms) / (1800 - 400 + products_ms)
+    for key in ("", "_p20", "_p80"):
+        found = result[f"full_rank_over_btp_at_the_rate_of_products{key}"]
+        assert found == pytest.approx(expected)
+    assert f"would be {expected:.2f}" in replace(report(), steps=steps).markdown()
+    assert report().flat()["full_rank_over_btp_at_the_rate_of_products"] is None
 
 
 def test_flat_keys_tell_medians_spread_and_speed() -> None:
