@@ -208,7 +208,7 @@ class Report:
         attention = self.attention()
         value, p20, p80, _ = _ratio_cells(attention.answer)
         return (
-            "Attention, the same in every strategy, alone: "
+            "The attention of a rank's heads, alone: "
             f"{number(attention.milliseconds, '.0f')} ms. At the rate of a large product it would "
             f"take {number(attention.products_ms, '.0f')} ms, and full_rank_over_btp would be "
             f"{value} (p20 {p20}, p80 {p80})."
