@@ -50,9 +50,10 @@ facts=$(row training "$TRAINING" && row course "$TRAINING" "$SIZE" && row model 
 read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITERATIONS \
     HIDDEN FFN HEADS LAYERS RANK MLP GPUS TP PP VIRTUAL MICRO_BATCH SP RECOMPUTE <<<"$facts" || true
 
-for name in GPUS_PER_NODE NNODES; do
+for name in GPUS_PER_NODE NNODES MASTER_PORT; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: is no whole number of at least 1"
 done
+[[ $DEVICE =~ ^(cuda|cpu)$ ]] || refuse "DEVICE=$DEVICE: legal values: cuda, cpu"
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 # Without GPUs a recipe is cut, its layout too.
 [[ $DEVICE == cpu ]] && NNODES=${NNODES:-1}
@@ -139,6 +140,7 @@ if [[ ${DATA_PATH:-} ]]; then
         --tokenizer-model "$TOKENIZER_MODEL"
     )
 else
+    [[ ${TOKENIZER_MODEL:-} ]] && refuse "TOKENIZER_MODEL=$TOKENIZER_MODEL: needs DATA_PATH beside it"
     DATA_ARGS+=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 LOGGING_ARGS=(
@@ -176,7 +178,7 @@ elif ! "${BIN}python" -c 'import torch' 2>/dev/null; then
     echo "# No plan: the planner needs PyTorch (run make first)"
 else
     "${BIN}python" "$ROOT/tools/plan.py" --model "$SIZE" --gpus $((NNODES * GPUS_PER_NODE)) \
-        --gpu "${GPU:-h100}" --arch "${ARCH/dense/cola}" --rank "$RANK" --seq-length "$SEQUENCE" \
+        --gpu "${GPU:-h100}" --gpus-per-node "$GPUS_PER_NODE" --arch "${ARCH/dense/cola}" --rank "$RANK" --seq-length "$SEQUENCE" \
         --global-batch-size "$BATCH" --strategies "${STRATEGY/no-tp/btp}" | sed '/^To launch/,$d; s/^/# /'
     echo "# The recipe's own layout is TP $TP, PP $PP, micro-batch $MICRO_BATCH; flags after its name \
 are not in this plan"

@@ -13,6 +13,7 @@ No GPU is needed. docs/planner.md says what the figures are made of and how far 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def _report(args: argparse.Namespace) -> Report:
     if mode == "calibrate":
         return calibration_report(args.calibrate, *given_for_calibration)
     cluster = load_cluster(args.gpu)
+    if args.gpus_per_node is not None:
+        cluster = replace(cluster, gpus_per_node=args.gpus_per_node)
     if mode in ("analyse", "plot") and not gpus_given:
         # The tensor-parallel size there, which stays within a node.
         args.gpus = min(args.gpus, cluster.gpus_per_node)
@@ -91,6 +94,7 @@ _DEFAULTS: dict[str, Any] = {
     "model": "7B",
     "gpus": 8,
     "gpu": PUBLISHED_ON,
+    "gpus_per_node": None,
     "arch": "cola",
     "ratio": 0.25,
     "rank": None,
@@ -101,7 +105,7 @@ _DEFAULTS: dict[str, Any] = {
     "top": 10,
     "micro_batch_size": 4,
 }
-_MODEL = {"model", "gpus", "gpu", "arch", "ratio", "rank", "seq_length", "dtype"}
+_MODEL = {"model", "gpus", "gpu", "gpus_per_node", "arch", "ratio", "rank", "seq_length", "dtype"}
 _FLAGS_OF_MODE = {
     "calibrate": {"gpu", "gpus", "dtype"},
     "validate": {"gpu"},
@@ -144,6 +148,9 @@ def _parser() -> ToolParser:
         "--gpu",
         metavar="NAME|FILE",
         help=f"one of {', '.join(presets())}, or a cluster's TOML file ({PUBLISHED_ON})",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=whole_number(1), metavar="N", help="(what the cluster has)"
     )
     parser.add_argument("--arch", choices=["cola", "svd", "lax"], help="(cola)")
     parser.add_argument("--ratio", type=float, metavar="F", help="rank / hidden (0.25)")

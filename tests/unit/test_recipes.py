@@ -253,6 +253,9 @@ def test_what_is_printed_is_a_command_for_a_shell() -> None:
         (["7B", "btp", "cola"], {"TRAINING": "cloa"}, "training cloa: .* llama2 cola"),
         (["60M", "btp", "cola"], {"TRAINING": "cola"}, "layout cola 60M btp: .* full-rank no-tp"),
         (["7B", "btp", "cola"], {"DATA_PATH": "x"}, "DATA_PATH=x: needs TOKENIZER_MODEL"),
+        (["7B", "btp", "cola"], {"TOKENIZER_MODEL": "x"}, "TOKENIZER_MODEL=x: needs DATA_PATH"),
+        (["7B", "btp", "cola"], {"DEVICE": "gpu"}, "DEVICE=gpu: legal values: cuda, cpu"),
+        (["7B", "btp", "cola"], {"MASTER_PORT": "http"}, "MASTER_PORT=http: is no whole"),
         (["30B", "btp", "cola"], {"DRY_RUN": ""}, "NNODES=2: .* NODE_RANK.* MASTER_ADDR"),
         (["7B", "btp", "cola"], {"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: is no whole"),
         (["7B", "btp", "cola"], {"NNODES": "abc"}, "NNODES=abc: is no whole"),
@@ -317,8 +320,8 @@ def test_a_dry_run_calls_the_planner_where_it_is_there(tmp_path: Path) -> None:
     found = script("30B", "btp", "svd", **asked)
     assert found.returncode == 0, found.stderr
     assert found.stdout.removeprefix(without.stdout) == (
-        "# --model 30B --gpus 16 --gpu h200 --arch svd --rank 2048 --seq-length 4096 "
-        "--global-batch-size 1024 --strategies btp\n"
+        "# --model 30B --gpus 16 --gpu h200 --gpus-per-node 8 --arch svd --rank 2048 "
+        "--seq-length 4096 --global-batch-size 1024 --strategies btp\n"
         "# The recipe's own layout is TP 2, PP 2, micro-batch 2; flags after its name are not in "
         "this plan\n"
     )

@@ -59,9 +59,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"architecture {named}: is not one that can be converted "
             f"({', '.join(ARCHITECTURES)}); the nearest is {near}"
         )
+    kind = config.get("model_type")
+    if named == "LlamaForCausalLM" and kind not in ("llama", None):
+        raise ValueError(
+            f"config.json: model_type {kind}: does not go with architecture {named}; "
+            "nearest legal value: llama"
+        )
     if named is not None:
         return ARCHITECTURES[named]
-    kind = config.get("model_type")
     if kind not in _MODEL_TYPES:
         near = difflib.get_close_matches(str(kind), _MODEL_TYPES, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -94,6 +99,12 @@ def description_from_hf(config: Mapping[str, Any]) -> ModelDescription:
         )
     # CoLA's code makes k and v as wide as q whatever the configuration says.
     kv_heads = heads if family in ("cola", "cola-m") else kv_heads
+    head_dim = _size(config, "head_dim", max(1, hidden // heads))
+    if head_dim % 2:
+        raise ValueError(
+            f"config.json: head_dim {head_dim}: RoPE turns pairs of a head's channels; "
+            f"nearest legal value: {head_dim + 1}"
+        )
     eos = _token(config, "eos_token_id", several=True)
     return ModelDescription(
         vocab_size=_size(config, "vocab_size"),
@@ -102,7 +113,7 @@ def description_from_hf(config: Mapping[str, Any]) -> ModelDescription:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_size(config, "head_dim", max(1, hidden // heads)),
+        head_dim=head_dim,
         max_positions=_size(config, "max_position_embeddings", 2048),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),

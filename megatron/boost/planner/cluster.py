@@ -61,6 +61,13 @@ class Memory:
     bandwidth_gb_per_s: float = _described("nominal bandwidth, GB/s")
     elementwise_efficiency: float = _share("share of the bandwidth that small kernels reach")
 
+    def __post_init__(self) -> None:
+        if self.reserved_gib >= self.capacity_gib:
+            raise ValueError(
+                f"memory.reserved_gib = {self.reserved_gib:g}: must be less than "
+                f"memory.capacity_gib, {self.capacity_gib:g}; nearest legal value: 0"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -186,7 +193,10 @@ def _parse(kind: type, content: Any, flag: str, prefix: str) -> Any:
         name: _value(known[name], hints[name], value, flag, f"{prefix}{name}")
         for name, value in content.items()
     }
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _value(described: Field[Any], hint: Any, value: Any, flag: str, name: str) -> Any:

@@ -129,9 +129,10 @@ def find_plans(
     for plan in _candidates(workload, cluster, gpus, strategies):
         (fitting if plan.fits else too_large).append(plan)
     if not fitting and not too_large:
+        nearest = _nearest_batch(workload, cluster, gpus, strategies)
         raise ValueError(
             f"--global-batch-size {workload.global_batch}: no layout of {gpus} GPUs divides it "
-            f"and the model; nearest legal value: {-(-workload.global_batch // gpus) * gpus}"
+            f"and the model; nearest legal value: {nearest}"
         )
     if not fitting:
         least = min(plan.memory.total for plan in too_large) / GIB
@@ -143,11 +144,27 @@ def find_plans(
         )
     finite = [plan for plan in fitting if math.isfinite(plan.seconds)]
     if not finite:
+        within = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 1
         raise ValueError(
             f"--gpus {gpus}: every layout needs a link that {cluster.name} does not have "
-            f"(bandwidth 0); nearest legal value: {cluster.gpus_per_node}"
+            f"(bandwidth 0); nearest legal value: {within}"
         )
     return sorted(finite, key=lambda plan: plan.seconds), len(too_large)
+
+
+def _nearest_batch(
+    workload: Workload, cluster: Cluster, gpus: int, strategies: Sequence[Strategy]
+) -> int:
+    """The global batch nearest to that asked for which some layout divides; data parallelism over
+    all GPUs is always one, so that a multiple of them is."""
+    divisible = replace(workload, global_batch=gpus)
+    replicas = {
+        plan.layout.data_parallel for plan in _candidates(divisible, cluster, gpus, strategies)
+    }
+    asked = workload.global_batch
+    return min(
+        (max(1, round(asked / dp)) * dp for dp in replicas), key=lambda batch: abs(batch - asked)
+    )
 
 
 def _enough_gpus(

@@ -55,6 +55,7 @@ def test_unknown_hardware_is_refused_with_every_field_that_it_needs():
             "compute.bf16.peak_tflop is no field.*peak_tflops",
         ),
         ("capacity_gib = 80", "capacity_gib = -80", "memory.capacity_gib = -80: must be above 0"),
+        ("capacity_gib = 80", "capacity_gib = 1", "--gpu .*: memory.reserved_gib = .* less than"),
         ("peak_tflops = 312", "peak_tflops = 0", "compute.bf16.peak_tflops = 0: must be above 0"),
         ("gemm_efficiency = 0.949", "gemm_efficiency = 94.9", "= 94.9: must be .* at most 1"),
         ("collective_overlap = 0.9", "collective_overlap = 9", "at least 0 and at most 1"),

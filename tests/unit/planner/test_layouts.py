@@ -112,6 +112,9 @@ def test_a_cluster_without_a_network_stays_within_a_node():
     assert find_plans(_workload(), alone, 4)[0]
     with pytest.raises(ValueError, match="--gpus 8: every layout needs a link .* value: 4"):
         find_plans(_workload(), alone, 8)
+    cut_off = replace(alone, node=replace(A100.node, bus_gb_per_s={"2": 0.0}))
+    with pytest.raises(ValueError, match="--gpus 4: every layout needs a link .* value: 1$"):
+        find_plans(_workload(), cut_off, 4)
 
 
 def test_at_one_rank_vanilla_is_not_ranked_beside_the_same_model():
@@ -121,9 +124,14 @@ def test_at_one_rank_vanilla_is_not_ranked_beside_the_same_model():
     assert len({(plan.strategy, plan.model, plan.layout) for plan in plans}) == len(plans)
 
 
-def test_a_batch_that_no_layout_divides_is_refused():
-    with pytest.raises(ValueError, match="--global-batch-size 7: no layout of 512 GPUs"):
-        find_plans(_workload(global_batch=7), A100, 512)
+@pytest.mark.parametrize(("batch", "gpus", "nearest"), [(7, 512, 8), (1023, 512, 1024), (1, 20, 5)])
+def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest_that_does(
+    batch, gpus, nearest
+):
+    message = f"--global-batch-size {batch}: no layout of {gpus} GPUs .* value: {nearest}$"
+    with pytest.raises(ValueError, match=message):
+        find_plans(_workload(global_batch=batch), A100, gpus)
+    find_plans(_workload(global_batch=nearest), A100, gpus)
 
 
 def test_the_break_even_rank_is_where_the_times_cross():

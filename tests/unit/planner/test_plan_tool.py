@@ -40,6 +40,15 @@ def test_it_ranks_breaks_down_concludes_and_gives_the_flags(capsys, tmp_path):
     assert not any(isinstance(value, dict | list) for value in flat.values())
 
 
+def test_nodes_can_have_other_sizes_than_the_cluster_s(capsys):
+    """Tensor parallelism stays within a node, and torchrun starts one."""
+    arguments = ["--gpus", "8", "--gpu", "h100", "--strategies", "btp", "--top", "100", *SMALL]
+    assert "torchrun --nproc-per-node 8" in _run(capsys, *arguments)
+    out = _run(capsys, *arguments, "--gpus-per-node", "2")
+    assert "torchrun --nproc-per-node 2" in out
+    assert "--nnodes 4" in out
+
+
 def test_it_validates(capsys, tmp_path):
     result = tmp_path / "validation.json"
     out = _run(capsys, "--validate", "--json", str(result))
@@ -132,6 +141,7 @@ def test_a_hugging_face_configuration_is_a_model(capsys, tmp_path):
         (["--rank", "5000"], "--rank 5000: .* nearest legal value: 4096"),
         (["--analyse", "--gpus", "3"], "--gpus 3: .* divides no strategy; .* value: 2"),
         (["--analyse", "--gpus", "8"], "--gpus 8: .* a node of 4; nearest legal value: 4"),
+        (["--gpus", "6", "--gpus-per-node", "4"], "--gpus 6: .* of 4; nearest legal value: 8"),
         (["--analyse", "--top", "3"], "--top 3: with --analyse it has no meaning"),
         (["--validate", "--model", "1B"], "--model 1B: with --validate it has no meaning"),
         (["--micro-batch-size", "2"], "--micro-batch-size 2: without a mode it has no meaning"),
