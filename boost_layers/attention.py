@@ -149,10 +149,12 @@ class SelfAttention(MegatronModule):
         hidden, head = config.hidden_size, config.kv_channels
         q_width = config.num_attention_heads * head
         kv_width = config.num_query_groups * head
+        # Megatron's buffers hold parameters last to first. A group of weights is one batched GEMM
+        # where they lie in the order of their use.
         for name, size_in, size_out in (
-            ("q_proj", hidden, q_width),
-            ("k_proj", hidden, kv_width),
             ("v_proj", hidden, kv_width),
+            ("k_proj", hidden, kv_width),
+            ("q_proj", hidden, q_width),
             ("o_proj", q_width, hidden),
         ):
             rank = low_rank.rank_of(name, hidden)

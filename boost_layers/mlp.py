@@ -50,9 +50,10 @@ class GatedMLP(MegatronModule):
     ):
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        # In the order of q, k and v, for the same reason (`attention.SelfAttention`).
         for name, size_in, size_out in (
-            ("gate_proj", hidden, ffn),
             ("up_proj", hidden, ffn),
+            ("gate_proj", hidden, ffn),
             ("down_proj", ffn, hidden),
         ):
             rank = low_rank.rank_of(name, hidden)

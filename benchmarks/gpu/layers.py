@@ -2,9 +2,10 @@
 
 A `fake` process group of four stands in for the other ranks: its collectives return at once, and
 what they should have brought is whatever the memory holds, so that losses mean nothing here (parity
-is the tests' matter). Milliseconds of 32 layers = 32·(t(4 layers) − t(2 layers))/2, t the time of
-an iteration as in benchmarks/iteration.py: embedding, head and loss cancel out. Events stand around
-the whole iteration: where the device waits for the host, that counts.
+is the tests' matter). Weights and gradients lie in buffers as in training. Milliseconds of 32
+layers = 32·(t(4 layers) − t(2 layers))/2, t the time of an iteration as in benchmarks/iteration.py:
+embedding, head and loss cancel out. Events stand around the whole iteration: where the device waits
+for the host, that counts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from benchmarks.gpu.plan import DTYPE, TP, WHOLE_LAYERS, Measured, Plan, key_of
 from benchmarks.gpu.report import Section
@@ -55,6 +57,7 @@ def _time_model(
 ) -> None:
     sizes = replace(plan.models[0], layers=depth)
     (iteration,) = iterations_of(watch.device, [strategy], sizes, DTYPE).values()
+    _into_buffers(iteration.model)
     for batch in plan.models:
         tokens, labels = batch_of(watch.device, batch)
         one = Prepared(replace(iteration, tokens=tokens, labels=labels).run)
@@ -62,6 +65,20 @@ def _time_model(
             key = key_of(_key(strategy.key, depth), batch.micro_batch, name)
             with ops.use(name, watch.device.type):
                 watch.take(key, partial(_itself, one), queued=False)
+
+
+def _into_buffers(model: nn.Module) -> None:
+    """Weights and fp32 main gradients as Megatron's distributed optimiser has them in training: in
+    one buffer each, last to first. Where a group's members lie in it, one batched GEMM does."""
+    parameters: list[Any] = list(model.parameters())[::-1]
+    sizes = [parameter.numel() for parameter in parameters]
+    weights = parameters[0].new_empty(sum(sizes)).split(sizes)
+    gradients = parameters[0].new_zeros(sum(sizes), dtype=torch.float32).split(sizes)
+    for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+        weight.copy_(parameter.detach().flatten())
+        parameter.data = weight.view(parameter.shape)
+        parameter.main_grad = gradient.view(parameter.shape)
+        parameter.grad_added_to_main_grad = False
 
 
 def _itself(call: Prepared) -> Prepared:

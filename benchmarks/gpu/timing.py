@@ -90,10 +90,11 @@ class Stopwatch:
             return [self._on_cpu(calls) for _ in range(1 + self.repeats)][1:]
         for _ in range(_WARM_UPS):
             begin = time.perf_counter()
-            for call in calls:
-                call.run()
+            # Held, so that the memory of all of them is there before the first time is taken.
+            results = [call.run() for call in calls]
             host_seconds = time.perf_counter() - begin
             torch.cuda.synchronize()
+            del results
         cycles = int(2 * host_seconds * _CYCLES_PER_SECOND) if queued else 0
         return [self._on_cuda(calls, cycles) for _ in range(self.repeats)]
 

@@ -35,6 +35,12 @@ bool is_narrow(DType dtype) { return size_of(dtype) == 2; }
 int64_t rows_meant(const Matrix& m) { return m.transposed ? m.columns : m.rows; }
 int64_t columns_meant(const Matrix& m) { return m.transposed ? m.rows : m.columns; }
 
+void check(cublasStatus_t status) {
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        throw std::runtime_error(std::string("gemm: ") + cublasGetStatusString(status));
+    }
+}
+
 int narrowed(int64_t size) {
     if (size < 0 || size > INT32_MAX) throw std::invalid_argument("gemm: sizes beyond 2^31");
     return static_cast<int>(size);
@@ -83,6 +89,23 @@ Run run_of(const Matrix* matrices, int count, DType dtype) {
     return run;
 }
 
+// What a sum of no products leaves in C. cuBLAS need not write it then.
+void without_products(cublasHandle_t handle, const Matrix& c, DType dtype, double beta, int batch,
+                      int64_t stride) {
+    if (beta == 1) return;
+    if (beta != 0) throw std::invalid_argument("gemm: without products beta must be 0 or 1");
+    cudaStream_t stream;
+    check(cublasGetStream(handle, &stream));
+    for (int64_t i = 0; i < batch; ++i) {
+        char* const data = static_cast<char*>(c.data) + i * stride * size_of(dtype);
+        const cudaError_t status = cudaMemset2DAsync(data, leading(c) * size_of(dtype), 0,
+                                                     c.columns * size_of(dtype), c.rows, stream);
+        if (status != cudaSuccess) {
+            throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status));
+        }
+    }
+}
+
 }  // namespace
 
 void gemm(cublasHandle_t handle, const Matrix& a, const Matrix& b, const Matrix& c, DType dtype,
@@ -97,26 +120,22 @@ void gemm(cublasHandle_t handle, const Matrix& a, const Matrix& b, const Matrix&
         throw std::invalid_argument("gemm: shapes do not go together");
     }
     if (c.rows == 0 || c.columns == 0 || batch == 0) return;
+    if (columns_meant(a) == 0) return without_products(handle, c, c_dtype, beta, batch, strides.c);
     const bool is_double = dtype == DType::kDouble;
     const float alpha_float = static_cast<float>(alpha), beta_float = static_cast<float>(beta);
     const void* factor = is_double ? static_cast<const void*>(&alpha) : &alpha_float;
     const void* kept = is_double ? static_cast<const void*>(&beta) : &beta_float;
     const auto compute = is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
     const int m = narrowed(c.columns), n = narrowed(c.rows), k = narrowed(columns_meant(a));
-    cublasStatus_t status;
     if (batch == 1) {
-        status =
-            cublasGemmEx(handle, operation(b), operation(a), m, n, k, factor, b.data,
-                         data_type(dtype), leading(b), a.data, data_type(dtype), leading(a), kept,
-                         c.data, data_type(c_dtype), leading(c), compute, CUBLAS_GEMM_DEFAULT);
+        check(cublasGemmEx(handle, operation(b), operation(a), m, n, k, factor, b.data,
+                           data_type(dtype), leading(b), a.data, data_type(dtype), leading(a), kept,
+                           c.data, data_type(c_dtype), leading(c), compute, CUBLAS_GEMM_DEFAULT));
     } else {
-        status = cublasGemmStridedBatchedEx(
+        check(cublasGemmStridedBatchedEx(
             handle, operation(b), operation(a), m, n, k, factor, b.data, data_type(dtype),
             leading(b), strides.b, a.data, data_type(dtype), leading(a), strides.a, kept, c.data,
-            data_type(c_dtype), leading(c), strides.c, batch, compute, CUBLAS_GEMM_DEFAULT);
-    }
-    if (status != CUBLAS_STATUS_SUCCESS) {
-        throw std::runtime_error(std::string("gemm: ") + cublasGetStatusString(status));
+            data_type(c_dtype), leading(c), strides.c, batch, compute, CUBLAS_GEMM_DEFAULT));
     }
 }
 
@@ -125,8 +144,10 @@ void gemms(cublasHandle_t handle, int count, const Matrix* a, const Matrix* b, c
     for (int i = 0; i < count;) {
         const Run of_a = run_of(a + i, count - i, dtype), of_b = run_of(b + i, count - i, dtype),
                   of_c = run_of(c + i, count - i, c_dtype);
-        // Matrices that are one and the same cannot be written side by side.
-        const int of_all = of_c.stride == 0 ? 1 : std::min({of_a.length, of_b.length, of_c.length});
+        // cuBLAS promises nothing for strides that go back, and matrices that are one and the same
+        // cannot be written side by side.
+        const bool forward = of_a.stride >= 0 && of_b.stride >= 0 && of_c.stride > 0;
+        const int of_all = forward ? std::min({of_a.length, of_b.length, of_c.length}) : 1;
         gemm(handle, a[i], b[i], c[i], dtype, c_dtype, 1.0, beta, of_all,
              {of_a.stride, of_b.stride, of_c.stride});
         i += of_all;

@@ -31,17 +31,18 @@ struct Matrix {
     bool transposed = false;
 };
 
-// How far apart in elements the matrices of a batch are. Any sign.
+// How far apart in elements the matrices of a batch are: at least 0, and those of C more.
 struct BatchStrides {
     int64_t a = 0, b = 0, c = 0;
 };
 
-// C = alpha·A·B + beta·C, `batch` times. With beta = 0, C is not read.
+// C = alpha·A·B + beta·C, `batch` times. With beta = 0, C is not read. Without products (A has no
+// columns) beta must be 0 or 1.
 void gemm(cublasHandle_t handle, const Matrix& a, const Matrix& b, const Matrix& c, DType dtype,
           DType c_dtype, double alpha, double beta, int batch = 1, BatchStrides strides = {});
 
-// C_i = A_i·B_i + beta·C_i for `count` of them: neighbours of equal shape that are evenly spaced in
-// memory (two always are) as one batch, others singly.
+// C_i = A_i·B_i + beta·C_i for `count` of them: neighbours of equal shape that follow one another
+// evenly spaced in memory as one batch, others singly.
 void gemms(cublasHandle_t handle, int count, const Matrix* a, const Matrix* b, const Matrix* c,
            DType dtype, DType c_dtype, double beta);
 

@@ -23,9 +23,13 @@ std::vector<cuda::Matrix> matrices(const std::vector<Tensor>& tensors, bool tran
     return found;
 }
 
+// cuBLAS wants rows that do not overlap, as those of an expanded tensor do.
 std::vector<Tensor> all_readable(at::TensorList tensors) {
     std::vector<Tensor> found;
-    for (const Tensor& t : tensors) found.push_back(readable(t));
+    for (const Tensor& t : tensors) {
+        const bool overlap = t.size(0) > 1 && t.stride(0) < t.size(1);
+        found.push_back(overlap ? t.contiguous() : readable(t));
+    }
     return found;
 }
 

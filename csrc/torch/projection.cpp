@@ -94,6 +94,7 @@ Tensor up_projection(const Tensor& z, at::TensorList weights) {
 
 Tensor up_projection_dgrad(at::TensorList dys, at::TensorList weights) {
     const char* op = "up_projection_dgrad";
+    TORCH_CHECK_VALUE(!dys.empty(), op, ": dys must not be empty");
     check_matrices(dys, dys[0], op, "dys");
     check_matrices(weights, dys[0], op, "weights");
     TORCH_CHECK_VALUE(dys.size() == weights.size(), op, ": dys must be ", weights.size(),
@@ -156,6 +157,7 @@ void up_projection_accumulate(at::TensorList dys, const Tensor& z, at::TensorLis
     for (size_t i = 0; i < dys.size(); ++i) {
         check_main_grad(main_grads[i], {dys[i].size(1), main_grads[i].size(1)}, z, op,
                         "main_grads");
+        check_dtype(main_grads[i], main_grads[0].scalar_type(), op, "main_grads");
     }
     multiply(main_grads, dys, true, parts, false, 1);
 }

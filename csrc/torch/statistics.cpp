@@ -37,7 +37,12 @@ Tensor stats_of(const char* op, const Tensor& x, const OptionalTensor& delta,
                               " must have one column, not ", a.columns);
         }
     }
-    if (n > 0) BOOST_RUN(rms_stats, a, x, n, a.k);
+    if (a.k == 0) {
+        s.zero_();
+        if (slots) slots->zero_();
+    } else if (n > 0) {
+        BOOST_RUN(rms_stats, a, x, n, a.k);
+    }
     return s;
 }
 

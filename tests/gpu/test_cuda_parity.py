@@ -58,7 +58,10 @@ def test_agrees_with_the_plain_model_on_cuda(tp: int, dtype: torch.dtype, tolera
         )
         for name, case in cases.items()
     }
-    for found in run_ranks(compare_on_cuda, tp, given, init_process_group=False, timeout_s=280):
+    ranks = run_ranks(
+        compare_on_cuda, tp, given, init_process_group=False, cuda=True, timeout_s=280
+    )
+    for found in ranks:
         assert found.keys() == cases.keys()
         assert beyond(found, tolerance) == {}
 

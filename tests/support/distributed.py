@@ -61,6 +61,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     init_process_group: bool = True,
+    cuda: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on `world_size` ranks and returns the results by rank.
@@ -77,6 +78,8 @@ def run_ranks(
         world_size: number of ranks.
         timeout_s: seconds after which ranks that are still running count as hanging.
         init_process_group: False for code that makes the world itself, as `pretrain()` does.
+        cuda: whether the ranks use CUDA. They start from nothing then: what the fork server has
+            imported has looked for GPUs, and no fork can use CUDA after that.
 
     Raises:
         RankFailure: with the first failing rank's traceback, exit code or stacks, and what every
@@ -87,13 +90,22 @@ def run_ranks(
     # OpenMP reads its thread count when torch is loaded, and threads do not survive a fork.
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
+    context = multiprocessing.get_context("spawn") if cuda else _CONTEXT
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
             for number in range(world_size):
                 environment = _rank_environment(number, world_size, store.port)
                 ranks.append(
-                    _Rank(number, Path(folder), case, environment, timeout_s, init_process_group)
+                    _Rank(
+                        context,
+                        number,
+                        Path(folder),
+                        case,
+                        environment,
+                        timeout_s,
+                        init_process_group,
+                    )
                 )
             _watch(ranks, timeout_s)
         finally:
@@ -138,6 +150,7 @@ class _Rank:
 
     def __init__(
         self,
+        context: Any,
         number: int,
         folder: Path,
         case: bytes,
@@ -149,7 +162,7 @@ class _Rank:
         self.result = folder / f"result-{number}"
         self.failure = folder / f"failure-{number}"
         self.output = folder / f"output-{number}"
-        self.process = _CONTEXT.Process(
+        self.process = context.Process(
             target=_rank_main,
             args=(
                 case,
@@ -251,7 +264,7 @@ def _rank_main(
     failure: Path,
     output: Path,
 ) -> None:
-    """Body of a rank's process: from the fork to its result or failure file."""
+    """Body of a rank's process: from its start to its result or failure file."""
     # A process group of its own, by which what it starts can be ended with it.
     os.setsid()
     _redirect_output(output)

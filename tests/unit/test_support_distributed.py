@@ -158,6 +158,15 @@ def test_what_a_rank_leaves_running_ends_with_it() -> None:
     assert not any(map(_runs, pids))
 
 
+def _can_use_cuda() -> bool:
+    return not torch.cuda._is_in_bad_fork()
+
+
+def test_ranks_for_cuda_are_no_forks_of_what_has_looked_for_gpus() -> None:
+    assert run_ranks(_can_use_cuda, 1) == [False]
+    assert run_ranks(_can_use_cuda, 1, cuda=True) == [True]
+
+
 def test_exit_without_a_result_is_a_failure() -> None:
     with pytest.raises(RankFailure, match="ended without a result"):
         run_ranks(_exit_quietly, 2)

@@ -58,8 +58,9 @@ def up_projection(z: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     y = z.new_empty(n * sum(b.shape[0] for b in weights))
     outputs = split_members(y, n, [b.shape[0] for b in weights])
     if z.is_cuda and len(weights) > 1 and all(b.shape == weights[0].shape for b in weights):
+        count, (size_out, rank) = len(weights), weights[0].shape
         stacked = torch.stack(list(weights)).transpose(1, 2)
-        torch.bmm(z.view(len(weights), n, -1), stacked, out=y.view(len(weights), n, -1))
+        torch.bmm(z.view(count, n, rank), stacked, out=y.view(count, n, size_out))
         return outputs
     for part, b, out in zip(
         split_members(z, n, [b.shape[1] for b in weights]), weights, outputs, strict=True

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from boost_layers import ops
 from tests.support.served import (
@@ -16,6 +17,15 @@ from tests.support.served import (
     skip_if_not_there,
 )
 from tests.support.triton_interpreter import Run, process, run_there
+
+
+@pytest.fixture(autouse=True)
+def ieee_products() -> Iterator[None]:
+    """TF32, which some images of PyTorch switch on, would round a GPU's operands to ten bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(params=SERVED, ids="-".join)

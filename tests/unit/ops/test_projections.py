@@ -139,6 +139,52 @@ def test_up_projection_of_any_layout(served: Served) -> None:
         assert_close(dz, exact(ops.up_projection_dgrad(expected, weights)))
 
 
+PLACES = {
+    "ascending": (0, 2, 4),
+    "descending": (4, 2, 0),
+    "uneven": (0, 1, 4),
+    "there and back": (2, 4, 0),
+}
+"""Where in one buffer the members of a group lie, as they do in Megatron's: what is ascending and
+even is one batched GEMM on CUDA."""
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_up_projections_whose_weights_lie_anywhere_in_a_buffer(
+    served: Served, places: tuple[int, ...]
+) -> None:
+    n, o, r = 33, 17, 3
+    weights, mains = (served.normal(5, o, r, seed=seed) for seed in (1, 2))
+    z, dys = served.normal(3 * n * r, seed=3), list(served.normal(3, n, o, seed=4))
+    given, into = ([buffer[place] for place in places] for buffer in (weights, mains))
+    before = exact(mains)
+    ys, dz = ops.up_projection(z, given), ops.up_projection_dgrad(dys, given)
+    dweights = ops.up_projection_wgrad(dys, z, [r] * 3)
+    ops.up_projection_accumulate(dys, z, into)
+    for i, place in enumerate(places):
+        part = z.view(3, n, r)[i]
+        assert_product(ys[i], part, weights[place].T)
+        assert_product(dz.view(3, n, r)[i], dys[i], weights[place])
+        assert_product(dweights[i], dys[i].T, part)
+        assert_close(mains[place], before[place] + exact(dys[i]).T @ exact(part))
+    for place in {0, 1, 2, 3, 4} - set(places):
+        assert torch.equal(exact(mains[place]), before[place])
+
+
+def test_gradients_that_are_the_same_for_every_token(served: Served) -> None:
+    """Expanded, as a sum or a mean leaves them: one row in memory."""
+    weights = [served.normal(17, 3, seed=i) for i in range(2)]
+    dys = [served.normal(1, 17, seed=10 + i).expand(33, 17) for i in range(2)]
+    z, x = served.normal(2 * 33 * 3), served.normal(33, 5, seed=5)
+    dz = ops.up_projection_dgrad(dys, weights).view(2, 33, 3)
+    dweights = ops.up_projection_wgrad(dys, z, [3, 3])
+    for i in range(2):
+        assert_product(dz[i], dys[i], weights[i])
+        assert_product(dweights[i], dys[i].T, z.view(2, 33, 3)[i])
+    assert_product(ops.down_projection_dgrad(dys[0], weights[0]), dys[0], weights[0])
+    assert_product(ops.down_projection_wgrad(dys[0], x), dys[0].T, x)
+
+
 @FLOATS
 @pytest.mark.parametrize("n", [0, 1, 33])
 def test_up_projection_adds_to_main_gradients(served: Served, n: int, dtype: torch.dtype) -> None:

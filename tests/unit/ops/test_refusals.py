@@ -146,6 +146,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("up_projection", "z", {"z": t(4, 5)}),
     ("up_projection", "weights", {"weights": []}),
     ("up_projection_dgrad", "dys", {"dys": [t(4, 6)]}),
+    ("up_projection_dgrad", "dys", {"dys": []}),
     ("up_projection_dgrad", "dys", {"dys": [t(4, 6), t(3, 4)]}),
     ("up_projection_dgrad", "dys", {"dys": [t(4, 6), t(4, 5)]}),
     ("up_projection_wgrad", "z", {"z": t(19)}),
@@ -153,6 +154,12 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("up_projection_accumulate", "main_grads", {"main_grads": [t(6, 3)]}),
     ("up_projection_accumulate", "main_grads", {"main_grads": [t(6, 3), t(5, 2)]}),
     ("up_projection_accumulate", "main_grads", {"main_grads": [t(6, 3), t(4, 2).half()]}),
+    (
+        "up_projection_accumulate",
+        "main_grads",
+        {"dys": [t(4, 6).bfloat16(), t(4, 4).bfloat16()], "z": t(20).bfloat16()}
+        | {"main_grads": [t(6, 3), t(4, 2).bfloat16()]},
+    ),
     ("down_projection", "out", {"out": t(4, 4)}),
     ("down_projection", "out", {"out": t(4, 3, dtype=torch.float16)}),
     ("down_projection", "weight", {"weight": t(3, 6)}),

@@ -41,6 +41,13 @@ def test_rms_stats(served: Served, size: tuple[int, int], dtype: torch.dtype) ->
     assert_close(s, sum_of_squares(x))
 
 
+def test_tokens_without_elements_have_a_sum_of_zero(served: Served) -> None:
+    x = served.normal(4, 0, dtype=torch.bfloat16)
+    slots = torch.full((4, 6), math.nan, dtype=torch.bfloat16, device=served.device)
+    assert (ops.rms_stats(x, slots, 1) == 0).all()
+    assert (slots == 0).all()
+
+
 @FLOATS
 @SIZED
 def test_residual_add(served: Served, size: tuple[int, int], dtype: torch.dtype) -> None:

@@ -125,9 +125,7 @@ def test_at_one_rank_vanilla_is_not_ranked_beside_the_same_model():
 
 
 @pytest.mark.parametrize(("batch", "gpus", "nearest"), [(7, 512, 8), (1023, 512, 1024), (1, 20, 5)])
-def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest_that_does(
-    batch, gpus, nearest
-):
+def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest_that_does(batch, gpus, nearest):
     message = f"--global-batch-size {batch}: no layout of {gpus} GPUs .* value: {nearest}$"
     with pytest.raises(ValueError, match=message):
         find_plans(_workload(global_batch=batch), A100, gpus)
