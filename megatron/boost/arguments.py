@@ -7,7 +7,6 @@ needs are added to it, each said in one line; `parse` parses and validates it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -31,6 +30,7 @@ from megatron.boost.flags import (
 from megatron.boost.idle_flags import refuse_idle_flags
 from megatron.boost.learning_rate import check_schedule
 from megatron.boost.megatron_flags import refuse_unsupported
+from megatron.boost.missing_packages import flags_for_missing_packages
 from megatron.boost.stored_run import TRACKER, stored_run, with_stored_arguments
 from megatron.boost.vocabulary import require_tokenizer
 from megatron.boost.writers import check_writers
@@ -129,6 +129,10 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     low_rank = low_rank_config(arguments)
     refuse_idle_flags(argv, low_rank)
     check_writers(arguments, low_rank)
+    spared = flags_for_missing_packages(argv, has_our_layers(arguments))
+    if spared:
+        added += spared
+        said.append(f"{' '.join(spared)}: for want of apex or Transformer Engine")
     if low_rank.arch == "none":
         return [*argv, *added], said
     dropout = []
@@ -159,11 +163,6 @@ def prepare(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         )
     if arguments.use_distributed_optimizer and not arguments.dist_ckpt_optim_fully_reshardable:
         added.append("--dist-ckpt-optim-fully-reshardable")
-    if arguments.transformer_impl != "local" and not _transformer_engine_there():
-        for flag in ("--no-rope-fusion", "--no-gradient-accumulation-fusion"):
-            if not is_given(argv, flag):
-                added.append(flag)
-        said.append("fusions of Transformer Engine: off, it is not installed")
     refuse_unsupported(parser, arguments, argv, low_rank.arch)
     _check_sizes(arguments, low_rank)
     return [*argv, *added], said
@@ -217,10 +216,6 @@ def _parse_only(argv: Sequence[str]) -> tuple[Namespace, ArgumentParser]:
 
     with mock.patch.object(sys, "argv", [sys.argv[0], *argv]):
         return parse_args(keep), parsers[0]
-
-
-def _transformer_engine_there() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _check_spec(arguments: Namespace) -> None:

@@ -58,6 +58,9 @@ def _finish_model(
         for layer in stage.decoder.layers:
             assert isinstance(layer, LowRankLayer), f"Megatron built a {type(layer).__name__}"
         finish_model(stage, vocab_size, low_rank.seed)
+        if arguments.use_cpu_initialization:
+            # Megatron 0.19 leaves that to the distributed optimizer's buffers.
+            stage.cuda()
     return stages
 
 

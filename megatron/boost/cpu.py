@@ -37,6 +37,16 @@ CPU_FLAGS: tuple[str, ...] = (
 )
 """Megatron's flags for a machine without CUDA, Transformer Engine and apex."""
 
+_FOR_GPUS_ALONE = (
+    "amp_C",
+    "apex",
+    "fused_weight_gradient_mlp_cuda",
+    "transformer_engine",
+    "transformer_engine_torch",
+)
+"""Packages whose kernels Megatron takes wherever they are installed, optimizer and norm of the
+gradients included, and which have none for the CPU."""
+
 _active = False
 
 
@@ -88,10 +98,24 @@ def megatron_on_cpu() -> Iterator[None]:
         return
     _active = True
     try:
-        with apply_cpu(), cuda_on_cpu():
+        with _without(_FOR_GPUS_ALONE), apply_cpu(), cuda_on_cpu():
             yield
     finally:
         _active = False
+
+
+@contextlib.contextmanager
+def _without(packages: Sequence[str]) -> Iterator[None]:
+    """Context in which importing `packages` fails, as if they were not installed; those that are
+    imported already stay."""
+    hidden = [name for name in packages if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,11 +150,19 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def process_group_ended() -> Iterator[None]:
-    """Destroys the process group on exit: without that a good run ends in "terminate called"."""
+    """Destroys the process group on exit: without that a good run ends in "terminate called".
+
+    Not under NCCL after an error: it waits for kernels that the other ranks will never join, and
+    the error would be told when their time is up, if at all. torchrun ends them at once.
+    """
+    failed = False
     try:
         yield
+    except Exception:
+        failed = True
+        raise
     finally:
-        if distributed.is_initialized():
+        if distributed.is_initialized() and not (failed and distributed.get_backend() == "nccl"):
             distributed.destroy_process_group()
 
 

@@ -28,6 +28,7 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for bad input, which rank 0 names in one `error: …` line.
     """
+    allow_tensor_parallelism_on_cuda()
     with contextlib.ExitStack() as stack:
         try:
             launch = early_launch_flags(argv)
@@ -50,6 +51,13 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
         with process_group_ended():
             train(plan, started)
     return 0
+
+
+def allow_tensor_parallelism_on_cuda() -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 unless the user has set it, before CUDA is first used.
+    Before Blackwell Megatron demands it for tensor parallelism, so that a collective starts in the
+    order in which it is issued, and not after the GEMM that it shall run beside."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _on_cpu(device: str) -> bool:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import distributed, multiprocessing
 
-from megatron.boost.cpu import megatron_on_cpu
+from megatron.boost.cpu import megatron_on_cpu, process_group_ended
 
 _SEED = 1234
 
@@ -111,11 +111,8 @@ def _rank_main(
             rank=rank,
             world_size=world_size,
         )
-    try:
+    with process_group_ended():
         _result(folder, rank).write_bytes(pickle.dumps(function(device, *args)))
-    finally:
-        if init_process_group:
-            distributed.destroy_process_group()
 
 
 @contextlib.contextmanager

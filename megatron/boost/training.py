@@ -5,6 +5,7 @@ Both steps are for every rank and, on CPU, for inside `megatron_on_cpu()`.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from megatron.boost.data import (
 from megatron.boost.learning_rate import check_course
 from megatron.boost.low_rank_metrics import logged_metrics
 from megatron.boost.patches.wide_pipeline_tensor import wide_pipeline_tensor
-from megatron.boost.stored_run import TRUE_VOCABULARY, stored_run
+from megatron.boost.stored_run import TRUE_VOCABULARY, StoredRun, stored_run
 from megatron.boost.vocabulary import keep_vocabulary
 
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -73,6 +74,7 @@ def configure(argv: Sequence[str]) -> Plan:
         anew = run.restarts or settings.megatron.finetune or settings.megatron.no_load_optim
         if not (anew or settings.megatron.skip_train):
             check_course(run.arguments, settings.megatron)
+        said += _leave_random_states(run, settings.megatron)
         said += keep_vocabulary(run, settings.megatron, true_vocabulary(settings.megatron))
     _require_writable(settings.launch.comm_report)
     _require_folder(settings.megatron.save)
@@ -80,6 +82,18 @@ def configure(argv: Sequence[str]) -> Plan:
         for line in said:
             print(f"> {line}", flush=True)
     return Plan(settings, pretrain_cfg_container_from_args(settings.megatron, config))
+
+
+def _leave_random_states(run: StoredRun, arguments: Namespace) -> list[str]:
+    """Do not load the states of random generators that are of another kind of device: CUDA's and
+    those that stand in for them on CPU have not the same size."""
+    backend = getattr(run.arguments, "distributed_backend", arguments.distributed_backend)
+    if "gloo" not in {backend, arguments.distributed_backend} or (
+        backend == arguments.distributed_backend or arguments.no_load_rng or arguments.finetune
+    ):
+        return []
+    arguments.no_load_rng = True
+    return [f"{run.where}: random states are not loaded, they are of a run over {backend}"]
 
 
 def _require_writable(report: str | None) -> None:

@@ -7,7 +7,6 @@ in a row.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -21,6 +20,7 @@ from unittest import mock
 import pytest
 
 from megatron.boost import launch
+from megatron.boost.cpu import CPU_FLAGS
 from tests.support.distributed import run_ranks
 from tests.support.refusals import COLA, DENSE, FEATURES, SIZES, TP2, WORDS, Refusal
 from tests.support.runs import DATA, MODEL, TRAINING
@@ -177,7 +177,7 @@ def prepared(command_lines: list[list[str]]) -> list[tuple[list[str], list[str]]
 
 
 def test_what_a_low_rank_model_needs_is_added_and_said() -> None:
-    model = [*MODEL, *DATA, *TRAINING, "--transformer-impl", "local"]
+    model = [*MODEL, *DATA, *TRAINING, *CPU_FLAGS]
     own = "--hidden-dropout 0 --attention-dropout=0 --sequence-parallel".split()
     tp2 = [*model, *TP2.split(), *COLA.split()]
     command_lines = [
@@ -185,10 +185,9 @@ def test_what_a_low_rank_model_needs_is_added_and_said() -> None:
         tp2,
         [*tp2, *own],
         [*model, *DENSE.split(), "--use-distributed-optimizer"],
-        [*MODEL, *DATA, *TRAINING, *COLA.split(), *own],
     ]
     (found,) = run_ranks(prepared, 1, command_lines, init_process_group=False)
-    none, cola, nothing, dense, no_engine = found
+    none, cola, nothing, dense = found
 
     assert none == (model, [])
     dropout = ["--hidden-dropout", "0.0", "--attention-dropout", "0.0"]
@@ -198,10 +197,6 @@ def test_what_a_low_rank_model_needs_is_added_and_said() -> None:
     assert cola[1][1].startswith("sequence parallelism: on")
     assert nothing == (command_lines[2], [])
     assert dense[0] == [*command_lines[3], *dropout, "--dist-ckpt-optim-fully-reshardable"]
-    # Megatron's default implementation, on a machine that has no Transformer Engine.
-    if importlib.util.find_spec("transformer_engine") is None:
-        fusions = ["--no-rope-fusion", "--no-gradient-accumulation-fusion"]
-        assert no_engine[0] == [*command_lines[4], *fusions]
 
 
 def rope_scaling_factors(command_lines: list[list[str]]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -41,7 +40,7 @@ from megatron.boost.evaluation.tokens import (
     tokens_of_text,
 )
 from megatron.boost.evaluation.windows import Window, cut, share_of
-from megatron.boost.launch import rendezvous_alone
+from megatron.boost.launch import allow_tensor_parallelism_on_cuda, rendezvous_alone
 from megatron.boost.patches import apply_always
 
 if TYPE_CHECKING:
@@ -125,6 +124,7 @@ def evaluate(request: Request, on_windows: Callable[[int, int], None]) -> Evalua
     Raises:
         ValueError: for what cannot be measured, before any process group is made.
     """
+    allow_tensor_parallelism_on_cuda()
     device = device_of(request.device)
     with process_group_ended():
         if request.hf is not None:
@@ -178,8 +178,6 @@ def _evaluate_checkpoint(
             "leave it out"
         )
     on_cpu = device.type == "cpu"
-    # What Megatron demands for tensor parallelism, before CUDA is first used.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with ExitStack() as stack:
         if on_cpu:
             stack.enter_context(megatron_on_cpu())

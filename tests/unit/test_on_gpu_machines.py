@@ -1,0 +1,185 @@
+"""What a launch on a machine with GPUs needs of us, as far as it shows without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+
+from megatron.boost import launch
+from megatron.boost.cpu import process_group_ended
+from tests.support.distributed import run_ranks
+from tests.support.refusals import COLA
+from tests.support.runs import DATA, MODEL, TRAINING
+
+ROOT = Path(__file__).parents[2]
+
+
+def flags_with_packages(
+    command_line: list[str], *, apex: bool, transformer_engine: bool
+) -> tuple[list[str], list[str]]:
+    """What is added and said where these packages are installed."""
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from megatron.boost.arguments import prepare
+
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, *rest: Any) -> Any:
+        return apex or None if name == "fused_weight_gradient_mlp_cuda" else find_spec(name, *rest)
+
+    rope = "something" if transformer_engine else None
+    with (
+        mock.patch.object(importlib.util, "find_spec", found),
+        mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", rope),
+        mock.patch.object(extension, "HAVE_TE", transformer_engine),
+    ):
+        argv, said = prepare(command_line)
+    return argv[len(command_line) :], said
+
+
+APEX, ROPE = "--no-gradient-accumulation-fusion", "--no-rope-fusion"
+OF_MEGATRON = ["--transformer-impl=local", "--no-persist-layer-norm"]
+INSTALLED = [
+    ({"apex": True, "transformer_engine": True}, [], []),
+    ({"apex": False, "transformer_engine": True}, [APEX], []),
+    ({"apex": True, "transformer_engine": False}, [ROPE], OF_MEGATRON),
+    ({"apex": False, "transformer_engine": False}, [APEX, ROPE], OF_MEGATRON),
+]
+
+
+def test_megatron_is_not_asked_for_packages_that_are_not_there() -> None:
+    base = [*MODEL, *DATA, *TRAINING]
+    for packages, every, of_megatron in INSTALLED:
+        ((added, said),) = run_ranks(flags_with_packages, 1, base, **packages)
+        assert added == [*every, *of_megatron]
+        assert len(said) == bool(added)
+        ((added, _),) = run_ranks(flags_with_packages, 1, [*base, *COLA.split()], **packages)
+        assert [flag for flag in added if flag in (APEX, ROPE, *OF_MEGATRON)] == every
+    given = [*base, APEX, "--transformer-impl", "transformer_engine"]
+    ((added, _),) = run_ranks(flags_with_packages, 1, given, apex=False, transformer_engine=False)
+    assert added == [ROPE, "--no-persist-layer-norm"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("8", "8")])
+def test_kernels_start_in_order_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    """Megatron refuses tensor parallelism without it, and CUDA reads it when it is first used."""
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
+
+    def look() -> bool:
+        seen.append(os.environ.get(name))
+        return False
+
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(torch.cuda, "is_available", look)
+    assert launch.main(["--device", "cuda"]) == 2
+    assert seen[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "destroyed"),
+    [
+        ("nccl", None, True),
+        ("nccl", SystemExit, True),
+        ("nccl", RuntimeError, False),
+        ("gloo", RuntimeError, True),
+    ],
+)
+def test_an_error_under_nccl_is_told_before_the_other_ranks_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    error: type[BaseException] | None,
+    destroyed: bool,
+) -> None:
+    calls = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: calls.append(1))
+    if error is None:
+        with process_group_ended():
+            pass
+    else:
+        with pytest.raises(error), process_group_ended():
+            raise error
+    assert bool(calls) == destroyed
+
+
+OF_ANOTHER_DEVICE = [("gloo", "nccl", True), ("nccl", "gloo", True), ("nccl", "nccl", False)]
+
+
+def random_states(stored: str, own: str, **given: bool) -> tuple[bool, list[str]]:
+    from megatron.boost.stored_run import StoredRun
+    from megatron.boost.training import _leave_random_states
+
+    run = StoredRun("--load x", Namespace(distributed_backend=stored), None)
+    settings = {"no_load_rng": False, "finetune": False} | given
+    arguments = Namespace(distributed_backend=own, **settings)
+    said = _leave_random_states(run, arguments)
+    return arguments.no_load_rng, said
+
+
+def test_random_states_of_another_kind_of_device_are_left() -> None:
+    for stored, own, left in OF_ANOTHER_DEVICE:
+        ((no_load_rng, said),) = run_ranks(random_states, 1, stored, own)
+        assert (no_load_rng, len(said)) == (left, int(left))
+    ((_, said),) = run_ranks(random_states, 1, "gloo", "nccl", finetune=True)
+    assert said == []
+
+
+@pytest.mark.slow
+def test_on_cpu_megatron_does_without_packages_for_gpus(tmp_path: Path) -> None:
+    """Installed ones, here stand-ins that say so when they are imported."""
+    for package in ("apex", "amp_C", "transformer_engine"):
+        (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package} was imported')\n")
+    program = """
+from megatron.boost.cpu import megatron_on_cpu
+with megatron_on_cpu():
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+import sys
+print(HAVE_TE, [name for name, module in sys.modules.items() if module is None])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("False [")
+    for package in ("'apex'", "'amp_C'", "'transformer_engine'"):
+        assert package not in done.stdout
+
+
+def moved(use_cpu_initialization: bool) -> bool:
+    from megatron.boost import builder
+
+    stage = mock.Mock()
+    stage.decoder.layers = []
+    arguments = Namespace(use_cpu_initialization=use_cpu_initialization)
+    with (
+        mock.patch.object(builder, "finish_model"),
+        mock.patch.object(builder, "true_vocabulary"),
+    ):
+        builder._finish_model(arguments, mock.Mock(), [stage])
+    return bool(stage.cuda.called)
+
+
+def test_weights_drawn_on_the_cpu_go_to_the_gpu() -> None:
+    assert run_ranks(moved, 1, True) == [True]
+    assert run_ranks(moved, 1, False) == [False]
