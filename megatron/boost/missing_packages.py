@@ -1,5 +1,5 @@
-"""The optional packages that Megatron's defaults call for, apex and Transformer Engine: where one is
-not installed, a run that does not say so ends in an error while the model is built."""
+"""The optional packages that Megatron's defaults call for, apex and Transformer Engine: a run that
+does not say that one is missing ends in an error while the model is built."""
 
 from __future__ import annotations
 
