@@ -53,7 +53,8 @@ read -r -d '' SEQUENCE BATCH BETA2 EPSILON DECAY CLIP NORM_EPSILON LR WARMUP ITE
 for name in GPUS_PER_NODE NNODES MASTER_PORT; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: is no whole number of at least 1"
 done
-[[ $DEVICE =~ ^(cuda|cpu)$ ]] || refuse "DEVICE=$DEVICE: legal values: cuda, cpu"
+((${MASTER_PORT:-1} < 65536)) || refuse "MASTER_PORT=$MASTER_PORT: is above 65535"
+[[ $DEVICE =~ ^(auto|cuda|cpu)$ ]] || refuse "DEVICE=$DEVICE: legal values: auto, cuda, cpu"
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 # Without GPUs a recipe is cut, its layout too.
 [[ $DEVICE == cpu ]] && NNODES=${NNODES:-1}

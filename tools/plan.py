@@ -13,7 +13,6 @@ No GPU is needed. docs/planner.md says what the figures are made of and how far 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from boost_layers.config import LowRankConfig
 from megatron.boost.accounting import Layout, Model, validate_layout
 from megatron.boost.command_line import ToolParser, output_file, run_tool, whole_number, write_json
-from megatron.boost.planner.cluster import load_cluster, presets
+from megatron.boost.planner.cluster import load_cluster, presets, with_nodes_of
 from megatron.boost.planner.layouts import STRATEGIES, Workload
 from megatron.boost.planner.models import SIZES, function_flags, load_model
 from megatron.boost.planner.published import PUBLISHED_ON
@@ -63,7 +62,7 @@ def _report(args: argparse.Namespace) -> Report:
         return calibration_report(args.calibrate, *given_for_calibration)
     cluster = load_cluster(args.gpu)
     if args.gpus_per_node is not None:
-        cluster = replace(cluster, gpus_per_node=args.gpus_per_node)
+        cluster = with_nodes_of(cluster, args.gpus_per_node)
     if mode in ("analyse", "plot") and not gpus_given:
         # The tensor-parallel size there, which stays within a node.
         args.gpus = min(args.gpus, cluster.gpus_per_node)

@@ -18,6 +18,7 @@ from torch import distributed
 
 from megatron.boost.command_line import BAD_INPUT, print_error
 from megatron.boost.cuda_stand_ins import cuda_on_cpu
+from megatron.boost.flags import values_of
 from megatron.boost.patches import (
     apply_always,
     apply_cpu,
@@ -63,24 +64,13 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     missing = []
     for needed in CPU_FLAGS:
         flag, _, value = needed.partition("=")
-        given = _values(argv, flag)
+        given = values_of(argv, flag)
         if value and any(other != value for other in given):
             other = next(other for other in given if other != value)
             raise ValueError(f"{flag} {other}: does not run on CPU; nearest legal value: {value}")
         if not given:
             missing += [flag, value] if value else [flag]
     return [*argv, *missing]
-
-
-def _values(argv: Sequence[str], flag: str) -> list[str]:
-    """The values that `argv` gives `flag`, as `--flag value` or `--flag=value`."""
-    values = []
-    for position, argument in enumerate(argv):
-        if argument == flag:
-            values.append(argv[position + 1] if position + 1 < len(argv) else "")
-        elif argument.startswith(f"{flag}="):
-            values.append(argument.partition("=")[2])
-    return values
 
 
 @contextlib.contextmanager

@@ -89,6 +89,17 @@ def is_given(argv: Sequence[str], flag: str) -> bool:
     return any(argument == flag or argument.startswith(f"{flag}=") for argument in argv)
 
 
+def values_of(argv: Sequence[str], flag: str) -> list[str]:
+    """The values that `argv` gives `flag`, as `--flag value` or `--flag=value`."""
+    values = []
+    for position, argument in enumerate(argv):
+        if argument == flag:
+            values.append(argv[position + 1] if position + 1 < len(argv) else "")
+        elif argument.startswith(f"{flag}="):
+            values.append(argument.partition("=")[2])
+    return values
+
+
 def refuse_in_one_line(parser: ArgumentParser) -> None:
     """Make `parser` raise ValueError, naming the nearest legal value or flag where there is one,
     instead of printing its usage of several hundred lines."""

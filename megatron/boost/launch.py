@@ -16,6 +16,7 @@ import torch
 from megatron.boost.arguments import early_launch_flags
 from megatron.boost.command_line import BAD_INPUT, print_error
 from megatron.boost.cpu import megatron_on_cpu, process_group_ended, with_cpu_flags
+from megatron.boost.flags import is_given, values_of
 from megatron.boost.patches import apply_always
 from megatron.boost.quiet import quiet_output
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for bad input, which rank 0 names in one `error: …` line.
     """
-    allow_tensor_parallelism_on_cuda()
+    if _splits_layers(argv):
+        start_kernels_in_order()
     with contextlib.ExitStack() as stack:
         try:
             launch = early_launch_flags(argv)
@@ -53,11 +55,24 @@ def main(argv: Sequence[str], started: float | None = None) -> int:
     return 0
 
 
-def allow_tensor_parallelism_on_cuda() -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 unless the user has set it, before CUDA is first used.
+def start_kernels_in_order() -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 unless the user has set it; before CUDA is first used.
     Before Blackwell Megatron demands it for tensor parallelism, so that a collective starts in the
     order in which it is issued, and not after the GEMM that it shall run beside."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _splits_layers(argv: Sequence[str]) -> bool:
+    """Whether Megatron will demand `start_kernels_in_order`; with FSDP it forbids it."""
+    if any(is_given(argv, flag) for flag in ("--use-torch-fsdp2", "--use-megatron-fsdp")):
+        return False
+    split = [
+        value
+        for flag in ("--tensor-model-parallel-size", "--context-parallel-size")
+        for value in values_of(argv, flag)
+    ]
+    # A checkpoint's arguments hold the sizes too.
+    return any(value != "1" for value in split) or is_given(argv, "--use-checkpoint-args")
 
 
 def _on_cpu(device: str) -> bool:

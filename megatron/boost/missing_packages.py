@@ -12,8 +12,8 @@ from megatron.boost.flags import is_given
 def flags_for_missing_packages(argv: Sequence[str], our_layers: bool) -> list[str]:
     """The flags that do without what is not installed, those that `argv` has left out.
 
-    apex computes the weight gradient of the head, whatever the layers are; Transformer Engine RoPE
-    and, of Megatron's own layers, everything.
+    apex computes the weight gradient of the head, whatever the layers are, and the softmax of
+    Megatron's local attention; Transformer Engine RoPE and, of Megatron's own layers, everything.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
@@ -21,6 +21,8 @@ def flags_for_missing_packages(argv: Sequence[str], our_layers: bool) -> list[st
     flags = []
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         flags.append("--no-gradient-accumulation-fusion")
+    if importlib.util.find_spec("scaled_masked_softmax_cuda") is None:
+        flags.append("--no-masked-softmax-fusion")
     if fused_apply_rotary_pos_emb is None:
         flags.append("--no-rope-fusion")
     if not our_layers and not HAVE_TE:

@@ -87,10 +87,12 @@ def configure(argv: Sequence[str]) -> Plan:
 def _leave_random_states(run: StoredRun, arguments: Namespace) -> list[str]:
     """Do not load the states of random generators that are of another kind of device: CUDA's and
     those that stand in for them on CPU have not the same size."""
-    backend = getattr(run.arguments, "distributed_backend", arguments.distributed_backend)
-    if "gloo" not in {backend, arguments.distributed_backend} or (
-        backend == arguments.distributed_backend or arguments.no_load_rng or arguments.finetune
-    ):
+    backend, own = (
+        getattr(run.arguments, "distributed_backend", "nccl"),
+        arguments.distributed_backend,
+    )
+    loads = not (run.restarts or arguments.finetune or arguments.no_load_rng)
+    if not loads or backend == own or "gloo" not in (backend, own):
         return []
     arguments.no_load_rng = True
     return [f"{run.where}: random states are not loaded, they are of a run over {backend}"]

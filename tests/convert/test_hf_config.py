@@ -75,6 +75,10 @@ REFUSED = [
     ({"num_key_value_heads": -1}, "config.json: num_key_value_heads -1"),
     ({"num_key_value_heads": 3}, "config.json: num_key_value_heads 3: does not divide"),
     ({"head_dim": 7}, "config.json: head_dim 7: .* nearest legal value: 8"),
+    (
+        {"hidden_size": 30, "head_dim": None},
+        "config.json: hidden_size 30: .* of 7 channels.* legal value: 32",
+    ),
     ({"model_type": "gpt2"}, "config.json: model_type gpt2: .* nearest legal value: llama"),
     ({"head_dim": "8"}, "config.json: head_dim 8: is not a positive whole number"),
     ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings x"),

@@ -36,7 +36,7 @@ def flags_with_packages(
     find_spec = importlib.util.find_spec
 
     def found(name: str, *rest: Any) -> Any:
-        return apex or None if name == "fused_weight_gradient_mlp_cuda" else find_spec(name, *rest)
+        return apex or None if name in OF_APEX else find_spec(name, *rest)
 
     rope = "something" if transformer_engine else None
     with (
@@ -48,13 +48,15 @@ def flags_with_packages(
     return argv[len(command_line) :], said
 
 
-APEX, ROPE = "--no-gradient-accumulation-fusion", "--no-rope-fusion"
+OF_APEX = {"fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"}
+APEX = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
+ROPE = "--no-rope-fusion"
 OF_MEGATRON = ["--transformer-impl=local", "--no-persist-layer-norm"]
 INSTALLED = [
     ({"apex": True, "transformer_engine": True}, [], []),
-    ({"apex": False, "transformer_engine": True}, [APEX], []),
+    ({"apex": False, "transformer_engine": True}, APEX, []),
     ({"apex": True, "transformer_engine": False}, [ROPE], OF_MEGATRON),
-    ({"apex": False, "transformer_engine": False}, [APEX, ROPE], OF_MEGATRON),
+    ({"apex": False, "transformer_engine": False}, [*APEX, ROPE], OF_MEGATRON),
 ]
 
 
@@ -65,17 +67,32 @@ def test_megatron_is_not_asked_for_packages_that_are_not_there() -> None:
         assert added == [*every, *of_megatron]
         assert len(said) == bool(added)
         ((added, _),) = run_ranks(flags_with_packages, 1, [*base, *COLA.split()], **packages)
-        assert [flag for flag in added if flag in (APEX, ROPE, *OF_MEGATRON)] == every
-    given = [*base, APEX, "--transformer-impl", "transformer_engine"]
+        assert [flag for flag in added if flag in (*APEX, ROPE, *OF_MEGATRON)] == every
+    given = [*base, *APEX, "--transformer-impl", "transformer_engine"]
     ((added, _),) = run_ranks(flags_with_packages, 1, given, apex=False, transformer_engine=False)
     assert added == [ROPE, "--no-persist-layer-norm"]
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("8", "8")])
-def test_kernels_start_in_order_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+TP2 = ["--tensor-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        (TP2, None, "1"),
+        (["--tensor-model-parallel-size=2"], None, "1"),
+        (["--use-checkpoint-args"], None, "1"),
+        (TP2, "8", "8"),
+        ([], None, None),
+        (["--tensor-model-parallel-size", "1"], None, None),
+        ([*TP2, "--use-torch-fsdp2"], None, None),
+        ([*TP2, "--use-megatron-fsdp"], None, None),
+    ],
+)
+def test_kernels_start_in_order_where_megatron_demands_it(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], given: str | None, expected: str | None
 ) -> None:
-    """Megatron refuses tensor parallelism without it, and CUDA reads it when it is first used."""
+    """It refuses tensor parallelism without, and FSDP with it. CUDA reads it when first used."""
     name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
 
     def look() -> bool:
@@ -86,7 +103,7 @@ def test_kernels_start_in_order_unless_the_user_says_otherwise(
     if given is not None:
         monkeypatch.setenv(name, given)
     monkeypatch.setattr(torch.cuda, "is_available", look)
-    assert launch.main(["--device", "cuda"]) == 2
+    assert launch.main(["--device", "cuda", *flags]) == 2
     assert seen[0] == expected
 
 
@@ -118,14 +135,22 @@ def test_an_error_under_nccl_is_told_before_the_other_ranks_are_waited_for(
     assert bool(calls) == destroyed
 
 
-OF_ANOTHER_DEVICE = [("gloo", "nccl", True), ("nccl", "gloo", True), ("nccl", "nccl", False)]
+OF_ANOTHER_DEVICE = [
+    ("gloo", "nccl", True),
+    ("nccl", "gloo", True),
+    ("nccl", "nccl", False),
+    ("unknown", "gloo", True),
+    ("unknown", "nccl", False),
+]
 
 
 def random_states(stored: str, own: str, **given: bool) -> tuple[bool, list[str]]:
     from megatron.boost.stored_run import StoredRun
     from megatron.boost.training import _leave_random_states
 
-    run = StoredRun("--load x", Namespace(distributed_backend=stored), None)
+    arguments_then = Namespace() if stored == "unknown" else Namespace(distributed_backend=stored)
+    restarts = given.pop("restarts", False)
+    run = StoredRun("--load x", arguments_then, None, restarts=restarts)
     settings = {"no_load_rng": False, "finetune": False} | given
     arguments = Namespace(distributed_backend=own, **settings)
     said = _leave_random_states(run, arguments)
@@ -136,8 +161,9 @@ def test_random_states_of_another_kind_of_device_are_left() -> None:
     for stored, own, left in OF_ANOTHER_DEVICE:
         ((no_load_rng, said),) = run_ranks(random_states, 1, stored, own)
         assert (no_load_rng, len(said)) == (left, int(left))
-    ((_, said),) = run_ranks(random_states, 1, "gloo", "nccl", finetune=True)
-    assert said == []
+    for setting in ("finetune", "restarts", "no_load_rng"):
+        ((_, said),) = run_ranks(random_states, 1, "gloo", "nccl", **{setting: True})
+        assert said == []
 
 
 @pytest.mark.slow

@@ -101,9 +101,11 @@ def description_from_hf(config: Mapping[str, Any]) -> ModelDescription:
     kv_heads = heads if family in ("cola", "cola-m") else kv_heads
     head_dim = _size(config, "head_dim", max(1, hidden // heads))
     if head_dim % 2:
+        given = config.get("head_dim") is not None
+        name, value = ("head_dim", head_dim) if given else ("hidden_size", hidden)
         raise ValueError(
-            f"config.json: head_dim {head_dim}: RoPE turns pairs of a head's channels; "
-            f"nearest legal value: {head_dim + 1}"
+            f"config.json: {name} {value}: makes {heads} heads of {head_dim} channels, which RoPE "
+            f"turns in pairs; nearest legal value: {(head_dim + 1) * (1 if given else heads)}"
         )
     eos = _token(config, "eos_token_id", several=True)
     return ModelDescription(

@@ -40,7 +40,7 @@ from megatron.boost.evaluation.tokens import (
     tokens_of_text,
 )
 from megatron.boost.evaluation.windows import Window, cut, share_of
-from megatron.boost.launch import allow_tensor_parallelism_on_cuda, rendezvous_alone
+from megatron.boost.launch import rendezvous_alone, start_kernels_in_order
 from megatron.boost.patches import apply_always
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ def evaluate(request: Request, on_windows: Callable[[int, int], None]) -> Evalua
     Raises:
         ValueError: for what cannot be measured, before any process group is made.
     """
-    allow_tensor_parallelism_on_cuda()
+    if request.tensor_parallel > 1:
+        start_kernels_in_order()
     device = device_of(request.device)
     with process_group_ended():
         if request.hf is not None:

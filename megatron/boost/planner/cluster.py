@@ -10,7 +10,7 @@ import math
 import tomllib
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,23 @@ def load_cluster(name: str) -> Cluster:
         raise ValueError(f"--gpu {name}: {path} is no TOML file: {error}") from None
     cluster: Cluster = _parse(Cluster, content, f"--gpu {name}", "")
     return cluster
+
+
+def with_nodes_of(cluster: Cluster, gpus_per_node: int) -> Cluster:
+    """The cluster with its GPUs in nodes of another size.
+
+    Raises:
+        ValueError: for nodes larger than the cluster.
+    """
+    if gpus_per_node > cluster.most_gpus:
+        raise ValueError(
+            f"--gpus-per-node {gpus_per_node}: {cluster.name} has {cluster.most_gpus} GPUs; "
+            f"nearest legal value: {cluster.most_gpus}"
+        )
+    if gpus_per_node == cluster.gpus_per_node:
+        return cluster
+    name = f"{cluster.name}, but in nodes of {gpus_per_node}"
+    return replace(cluster, name=name, gpus_per_node=gpus_per_node)
 
 
 def _cpu_preset(processor_name: str) -> str:

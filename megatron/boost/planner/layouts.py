@@ -144,7 +144,8 @@ def find_plans(
         )
     finite = [plan for plan in fitting if math.isfinite(plan.seconds)]
     if not finite:
-        within = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 1
+        linked = any(cluster.node.bus_gb_per_s.values()) and gpus > cluster.gpus_per_node
+        within = cluster.gpus_per_node if linked else 1
         raise ValueError(
             f"--gpus {gpus}: every layout needs a link that {cluster.name} does not have "
             f"(bandwidth 0); nearest legal value: {within}"
@@ -190,13 +191,14 @@ def require_gpus(cluster: Cluster, gpus: int) -> None:
     """Raise ValueError for a number of GPUs that the cluster does not have in whole nodes."""
     if gpus > cluster.most_gpus:
         raise ValueError(
-            f"--gpus {gpus}: {cluster.name} has {cluster.most_gpus}; "
-            f"nearest legal value: {cluster.most_gpus}"
+            f"--gpus {gpus}: {cluster.name} has {cluster.most_gpus}; nearest legal value: "
+            f"{cluster.most_gpus // cluster.gpus_per_node * cluster.gpus_per_node}"
         )
     if gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node:
-        whole = round(gpus / cluster.gpus_per_node) * cluster.gpus_per_node
+        most_nodes = cluster.most_gpus // cluster.gpus_per_node
+        whole = min(round(gpus / cluster.gpus_per_node), most_nodes) * cluster.gpus_per_node
         raise ValueError(
-            f"--gpus {gpus}: {cluster.name} has nodes of {cluster.gpus_per_node}; "
+            f"--gpus {gpus}: is no whole number of nodes of {cluster.gpus_per_node}; "
             f"nearest legal value: {whole}"
         )
 

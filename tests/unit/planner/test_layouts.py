@@ -7,8 +7,9 @@ import pytest
 from boost_layers.config import LowRankConfig
 from megatron.boost.accounting.sizes import validate_layout
 from megatron.boost.planner.break_even import break_even_ratio, with_ratio
+from megatron.boost.planner.cluster import with_nodes_of
 from megatron.boost.planner.iteration import estimate
-from megatron.boost.planner.layouts import Workload, fastest, find_plans
+from megatron.boost.planner.layouts import Workload, fastest, find_plans, require_gpus
 from megatron.boost.planner.models import load_model
 from megatron.boost.planner.scaling import scaling
 from tests.support.planned import A100, with_node_rate
@@ -99,6 +100,7 @@ def test_a_model_that_never_fits_is_refused_with_what_would_do():
     ("gpus", "message"),
     [
         (6, "--gpus 6: .* nodes of 4; nearest legal value: 8"),
+        (7166, "--gpus 7166: .* nodes of 4; nearest legal value: 7168"),
         (8000, "--gpus 8000: .* has 7168; nearest legal value: 7168"),
     ],
 )
@@ -113,8 +115,17 @@ def test_a_cluster_without_a_network_stays_within_a_node():
     with pytest.raises(ValueError, match="--gpus 8: every layout needs a link .* value: 4"):
         find_plans(_workload(), alone, 8)
     cut_off = replace(alone, node=replace(A100.node, bus_gb_per_s={"2": 0.0}))
-    with pytest.raises(ValueError, match="--gpus 4: every layout needs a link .* value: 1$"):
-        find_plans(_workload(), cut_off, 4)
+    for gpus in (4, 8):
+        with pytest.raises(ValueError, match=f"--gpus {gpus}: .* needs a link .* value: 1$"):
+            find_plans(_workload(), cut_off, gpus)
+
+
+def test_the_nearest_number_of_whole_nodes_is_one_that_the_cluster_has():
+    odd = with_nodes_of(A100, 5)
+    for gpus in (7167, 7168, 7169):
+        with pytest.raises(ValueError, match=f"--gpus {gpus}: .* nearest legal value: 7165$"):
+            require_gpus(odd, gpus)
+    require_gpus(odd, 7165)
 
 
 def test_at_one_rank_vanilla_is_not_ranked_beside_the_same_model():

@@ -47,6 +47,7 @@ def test_nodes_can_have_other_sizes_than_the_cluster_s(capsys):
     out = _run(capsys, *arguments, "--gpus-per-node", "2")
     assert "torchrun --nproc-per-node 2" in out
     assert "--nnodes 4" in out
+    assert "8 x NVIDIA H100 SXM, nodes of eight, but in nodes of 2" in " ".join(out.split())
 
 
 def test_it_validates(capsys, tmp_path):
@@ -142,6 +143,10 @@ def test_a_hugging_face_configuration_is_a_model(capsys, tmp_path):
         (["--analyse", "--gpus", "3"], "--gpus 3: .* divides no strategy; .* value: 2"),
         (["--analyse", "--gpus", "8"], "--gpus 8: .* a node of 4; nearest legal value: 4"),
         (["--gpus", "6", "--gpus-per-node", "4"], "--gpus 6: .* of 4; nearest legal value: 8"),
+        (
+            ["--gpu", "cpu", "--gpus-per-node", "4", "--analyse"],
+            "--gpus-per-node 4: .* nearest legal value: 2",
+        ),
         (["--analyse", "--top", "3"], "--top 3: with --analyse it has no meaning"),
         (["--validate", "--model", "1B"], "--model 1B: with --validate it has no meaning"),
         (["--micro-batch-size", "2"], "--micro-batch-size 2: without a mode it has no meaning"),
