@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from tests.distributed.test_parity import CASES
@@ -24,27 +23,29 @@ def distances(tensors: list[Tensor]) -> list[int]:
     return [after - before for before, after in zip(starts, starts[1:], strict=False)]
 
 
-def of_groups(distributed_optimizer: bool) -> list[list[int]]:
+def of_groups() -> list[list[int]]:
     """On a rank: the distances of every group's B's and of their main gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    case = CASES["btp"]
-    with tensor_parallel_state(1), parallel_gpt(case) as model:
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
-        DistributedDataParallel(model.config, settings, model)
-        found = []
-        for group in GROUPS:
-            weights: list[Any] = [
-                model.get_parameter(f"decoder.layers.0.{name}.B") for name in group
-            ]
-            found.append(distances([weight.main_grad for weight in weights]))
-            if distributed_optimizer:
-                found.append(distances([weight.data for weight in weights]))
-        return found
+    case, found = CASES["btp"], []
+    for distributed_optimizer in (False, True):
+        with tensor_parallel_state(1), parallel_gpt(case) as model:
+            settings = DistributedDataParallelConfig(
+                use_distributed_optimizer=distributed_optimizer
+            )
+            DistributedDataParallel(model.config, settings, model)
+            for group in GROUPS:
+                weights: list[Any] = [
+                    model.get_parameter(f"decoder.layers.0.{name}.B") for name in group
+                ]
+                found.append(distances([weight.main_grad for weight in weights]))
+                if distributed_optimizer:
+                    found.append(distances([weight.data for weight in weights]))
+    return found
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_a_groups_weights_follow_one_another_evenly(distributed_optimizer: bool) -> None:
-    (found,) = run_ranks(of_groups, 1, distributed_optimizer)
+def test_a_groups_weights_follow_one_another_evenly() -> None:
+    (found,) = run_ranks(of_groups, 1)
+    assert len(found) == 3 * len(GROUPS)
     for steps in found:
         assert steps[0] > 0 and set(steps) == {steps[0]}, found

@@ -24,10 +24,19 @@ from tests.support.runs import DATA, MODEL, TRAINING
 ROOT = Path(__file__).parents[2]
 
 
+Packages = dict[str, bool]
+
+
 def flags_with_packages(
+    cases: list[tuple[list[str], Packages]],
+) -> list[tuple[list[str], list[str]]]:
+    """What is added to each command line, and said, where these packages are installed."""
+    return [_flags_with(command_line, **packages) for command_line, packages in cases]
+
+
+def _flags_with(
     command_line: list[str], *, apex: bool, transformer_engine: bool
 ) -> tuple[list[str], list[str]]:
-    """What is added and said where these packages are installed."""
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -52,7 +61,7 @@ OF_APEX = {"fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"}
 APEX = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
 ROPE = "--no-rope-fusion"
 OF_MEGATRON = ["--transformer-impl=local", "--no-persist-layer-norm"]
-INSTALLED = [
+INSTALLED: list[tuple[Packages, list[str], list[str]]] = [
     ({"apex": True, "transformer_engine": True}, [], []),
     ({"apex": False, "transformer_engine": True}, APEX, []),
     ({"apex": True, "transformer_engine": False}, [ROPE], OF_MEGATRON),
@@ -62,15 +71,17 @@ INSTALLED = [
 
 def test_megatron_is_not_asked_for_packages_that_are_not_there() -> None:
     base = [*MODEL, *DATA, *TRAINING]
-    for packages, every, of_megatron in INSTALLED:
-        ((added, said),) = run_ranks(flags_with_packages, 1, base, **packages)
+    given = [*base, *APEX, "--transformer-impl", "transformer_engine"]
+    cases = [
+        (line, packages) for packages, *_ in INSTALLED for line in (base, [*base, *COLA.split()])
+    ]
+    (found,) = run_ranks(flags_with_packages, 1, [*cases, (given, INSTALLED[-1][0])])
+    for i, (_, every, of_megatron) in enumerate(INSTALLED):
+        (added, said), (added_to_cola, _) = found[2 * i : 2 * i + 2]
         assert added == [*every, *of_megatron]
         assert len(said) == bool(added)
-        ((added, _),) = run_ranks(flags_with_packages, 1, [*base, *COLA.split()], **packages)
-        assert [flag for flag in added if flag in (*APEX, ROPE, *OF_MEGATRON)] == every
-    given = [*base, *APEX, "--transformer-impl", "transformer_engine"]
-    ((added, _),) = run_ranks(flags_with_packages, 1, given, apex=False, transformer_engine=False)
-    assert added == [ROPE, "--no-persist-layer-norm"]
+        assert [f for f in added_to_cola if f in (*APEX, ROPE, *OF_MEGATRON)] == every
+    assert found[-1][0] == [ROPE, "--no-persist-layer-norm"]
 
 
 TP2 = ["--tensor-model-parallel-size", "2"]
@@ -135,35 +146,38 @@ def test_an_error_under_nccl_is_told_before_the_other_ranks_are_waited_for(
     assert bool(calls) == destroyed
 
 
-OF_ANOTHER_DEVICE = [
-    ("gloo", "nccl", True),
-    ("nccl", "gloo", True),
-    ("nccl", "nccl", False),
-    ("unknown", "gloo", True),
-    ("unknown", "nccl", False),
+RANDOM_STATES: list[tuple[str, str, dict[str, bool], bool]] = [
+    ("gloo", "nccl", {}, True),
+    ("nccl", "gloo", {}, True),
+    ("nccl", "nccl", {}, False),
+    ("unknown", "gloo", {}, True),
+    ("unknown", "nccl", {}, False),
+    ("gloo", "nccl", {"finetune": True}, False),
+    ("gloo", "nccl", {"restarts": True}, False),
+    ("gloo", "nccl", {"no_load_rng": True}, False),
 ]
+"""The backend of the stored run, that of this one, more of it, and whether states are left."""
 
 
-def random_states(stored: str, own: str, **given: bool) -> tuple[bool, list[str]]:
+def lines_on_random_states() -> list[list[str]]:
     from megatron.boost.stored_run import StoredRun
     from megatron.boost.training import _leave_random_states
 
-    arguments_then = Namespace() if stored == "unknown" else Namespace(distributed_backend=stored)
-    restarts = given.pop("restarts", False)
-    run = StoredRun("--load x", arguments_then, None, restarts=restarts)
-    settings = {"no_load_rng": False, "finetune": False} | given
-    arguments = Namespace(distributed_backend=own, **settings)
-    said = _leave_random_states(run, arguments)
-    return arguments.no_load_rng, said
+    found = []
+    for stored, own, given, _ in RANDOM_STATES:
+        then = Namespace() if stored == "unknown" else Namespace(distributed_backend=stored)
+        run = StoredRun("--load x", then, None, restarts=given.get("restarts", False))
+        flags = {"no_load_rng": False, "finetune": False} | given
+        arguments = Namespace(distributed_backend=own, **flags)
+        said = _leave_random_states(run, arguments)
+        assert arguments.no_load_rng == (bool(said) or flags["no_load_rng"])
+        found.append(said)
+    return found
 
 
 def test_random_states_of_another_kind_of_device_are_left() -> None:
-    for stored, own, left in OF_ANOTHER_DEVICE:
-        ((no_load_rng, said),) = run_ranks(random_states, 1, stored, own)
-        assert (no_load_rng, len(said)) == (left, int(left))
-    for setting in ("finetune", "restarts", "no_load_rng"):
-        ((_, said),) = run_ranks(random_states, 1, "gloo", "nccl", **{setting: True})
-        assert said == []
+    (found,) = run_ranks(lines_on_random_states, 1)
+    assert [bool(said) for said in found] == [left for *_, left in RANDOM_STATES]
 
 
 @pytest.mark.slow
@@ -192,7 +206,11 @@ print(HAVE_TE, [name for name, module in sys.modules.items() if module is None])
         assert package not in done.stdout
 
 
-def moved(use_cpu_initialization: bool) -> bool:
+def moved() -> list[bool]:
+    return [_moved(use_cpu_initialization) for use_cpu_initialization in (False, True)]
+
+
+def _moved(use_cpu_initialization: bool) -> bool:
     from megatron.boost import builder
 
     stage = mock.Mock()
@@ -207,5 +225,4 @@ def moved(use_cpu_initialization: bool) -> bool:
 
 
 def test_weights_drawn_on_the_cpu_go_to_the_gpu() -> None:
-    assert run_ranks(moved, 1, True) == [True]
-    assert run_ranks(moved, 1, False) == [False]
+    assert run_ranks(moved, 1) == [[False, True]]
