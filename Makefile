@@ -59,7 +59,7 @@ ext: $(installed) ## build the extension (csrc) anew, with CUDA where nvcc and a
 check-cuda: $(installed) ## compile csrc with CUDA, and see that no kernel spills registers
 	@if command -v nvcc >/dev/null && $(python) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; \
 	then \
-		echo "Compiling csrc with CUDA (minutes)" && mkdir -p build && \
+		echo "Compiling csrc with CUDA (minutes)" && mkdir -p build && rm -rf build/cuda && \
 		{ BOOST_BUILD=cuda $(python) setup.py build_ext --force --build-temp build/cuda \
 			--build-lib build/cuda >build/cuda.log 2>&1 || { tail -n 60 build/cuda.log; exit 1; }; } && \
 		$(python) scripts/check_ptxas.py build/cuda.log; \
